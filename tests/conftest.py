@@ -1,0 +1,53 @@
+"""What all tests share: the golden reference data, and modules imported from the project's root."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def golden():
+    """`golden("dit_t2v")` is that case's tensors, `golden("text_cleaning")` its parsed JSON, `golden.keys("wan2.1-vae")`
+    the unfolded official key list; skips where PICOWAN_GOLDEN is unset."""
+    folder = os.environ.get("PICOWAN_GOLDEN")
+    if not folder:
+        pytest.skip("PICOWAN_GOLDEN is not set")
+    return Golden(Path(folder))
+
+
+class Golden:
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __call__(self, name: str) -> dict:
+        tensors = self.folder / "cases" / f"{name}.safetensors"
+        return (
+            load_file(tensors) if tensors.exists() else json.loads((self.folder / "cases" / f"{name}.json").read_text())
+        )
+
+    def config(self, name: str) -> dict:
+        """The configuration that a case's weights were made with."""
+        with safe_open(self.folder / "cases" / f"{name}.safetensors", "pt") as file:
+            return json.loads(file.metadata()["config"])
+
+    def keys(self, name: str) -> dict[str, list[int]]:
+        """Official checkpoint NAME as {parameter name: shape}, with its per-block entries unfolded."""
+        record = json.loads((self.folder / "keys" / f"official.{name}.json").read_text())
+        shapes = dict(record["keys"])
+        for repeat in record["repeat"]:
+            for i in range(repeat["n"]):
+                shapes |= {
+                    repeat["prefix"].replace("{i}", str(i)) + key: shape for key, shape in repeat["keys"].items()
+                }
+        assert len(shapes) == record["total"]
+        return shapes
