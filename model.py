@@ -235,51 +235,66 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
-class RowwiseMultiplyAdd(torch.autograd.Function):
-    """add + x * scale, where scale (R, C) and perhaps add (R, C) have a row per run of tokens; x (l, C).
+class ModulatedNorm(torch.autograd.Function):
+    """LayerNorm(x) * (1 + scale) + shift, each token by the row of scale and shift (R, C) that its run names; x (l, C).
 
-    Written out so that neither the forward nor the backward ever holds a row's values once per token.
+    Written out to save x alone for the backward, where autograd would keep the normalised x as well, and so that no
+    row's values are ever repeated per token.
     """
 
     @staticmethod
-    def forward(ctx, add: Tensor, x: Tensor, scale: Tensor, runs: list[tuple[int, int]], add_by_row: bool) -> Tensor:
-        ctx.save_for_backward(x, scale)
-        ctx.runs, ctx.add_by_row, ctx.add_shape, ctx.add_dtype = runs, add_by_row, add.shape, add.dtype
-        out, start = torch.empty_like(x), 0
-        for row, count in runs:
-            here = slice(start, start + count)
-            out[here] = torch.addcmul(add[row] if add_by_row else add[here], x[here], scale[row])
-            start += count
+    def forward(ctx, x: Tensor, shift: Tensor, scale: Tensor, runs: list[tuple[int, int]], eps: float) -> Tensor:
+        normed, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], None, None, eps)
+        ctx.save_for_backward(x, scale, mean, rstd)
+        ctx.runs = runs
+        out = torch.empty_like(x)
+        for row, here in spans(runs):
+            out[here] = torch.addcmul(shift[row], normed[here], 1 + scale[row])
         return out
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        x, scale = ctx.saved_tensors
-        grad_x, grad_scale, start = torch.empty_like(x), torch.zeros_like(scale), 0
-        grad_add = grad.new_zeros(ctx.add_shape, dtype=ctx.add_dtype) if ctx.add_by_row else grad.to(ctx.add_dtype)
-        for row, count in ctx.runs:
-            here = slice(start, start + count)
-            grad_x[here] = grad[here] * scale[row]
-            grad_scale[row] += (at_least_float32(grad[here]) * x[here]).sum(0)
-            if ctx.add_by_row:
-                grad_add[row] += at_least_float32(grad[here]).sum(0)
-            start += count
-        return grad_add, grad_x, grad_scale, None, None
+        x, scale, mean, rstd = ctx.saved_tensors
+        grad_normed, grad_shift, grad_scale = torch.empty_like(x), torch.zeros_like(scale), torch.zeros_like(scale)
+        for row, here in spans(ctx.runs):
+            g = at_least_float32(grad[here])
+            grad_normed[here] = g * (1 + scale[row])
+            grad_shift[row] += g.sum(0)
+            grad_scale[row] += ((x[here] - mean[here]) * rstd[here] * g).sum(0)
+        grad_x = torch.ops.aten.native_layer_norm_backward(
+            grad_normed, x, x.shape[-1:], mean, rstd, None, None, [True, False, False]
+        )[0]
+        return grad_x, grad_shift, grad_scale, None, None
 
 
-def modulate(x: Tensor, shift: Tensor, scale: Tensor, pack: Pack) -> Tensor:
-    """x (l, C) * (1 + scale) + shift, each token by its own row of shift and scale (R, C); adaLN of DiT."""
-    if len(pack.runs) > 1:
-        return RowwiseMultiplyAdd.apply(shift, x, 1 + scale, pack.runs, True)
-    row = pack.runs[0][0]
-    return torch.addcmul(shift[row], x, 1 + scale[row]).to(x.dtype)
+class GatedAdd(torch.autograd.Function):
+    """x + y * gate, each token by its run's row of gate (R, C); x and y (l, C)."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, y: Tensor, gate: Tensor, runs: list[tuple[int, int]]) -> Tensor:
+        ctx.save_for_backward(y, gate)
+        ctx.runs = runs
+        out = torch.empty_like(x)
+        for row, here in spans(runs):
+            out[here] = torch.addcmul(x[here], y[here], gate[row])
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        y, gate = ctx.saved_tensors
+        grad_y, grad_gate = torch.empty_like(y), torch.zeros_like(gate)
+        for row, here in spans(ctx.runs):
+            grad_y[here] = grad[here] * gate[row]
+            grad_gate[row] += (at_least_float32(grad[here]) * y[here]).sum(0)
+        return grad, grad_y, grad_gate, None
 
 
-def add_gated(x: Tensor, y: Tensor, gate: Tensor, pack: Pack) -> Tensor:
-    """x + y * gate, each token by its own row of gate (R, C)."""
-    if len(pack.runs) > 1:
-        return RowwiseMultiplyAdd.apply(x, y, gate, pack.runs, False)
-    return torch.addcmul(x, y, gate[pack.runs[0][0]]).to(x.dtype)
+def spans(runs: list[tuple[int, int]]):
+    """(row, slice of this rank's tokens) of each run."""
+    start = 0
+    for row, count in runs:
+        yield row, slice(start, start + count)
+        start += count
 
 
 class SelfAttention(nn.Module):
@@ -330,12 +345,10 @@ class Block(nn.Module):
 
     def __init__(self, config: WanConfig):
         super().__init__()
-        dim, eps = config.dim, config.eps
-        self.norm1 = LayerNorm(dim, eps, elementwise_affine=False)
+        dim, self.eps = config.dim, config.eps
         self.self_attn = SelfAttention(config)
-        self.norm3 = LayerNorm(dim, eps)  # official numbering: norm3 stands before the cross-attention
+        self.norm3 = LayerNorm(dim, config.eps)  # before the cross-attention; norms 1 and 2 have no parameters
         self.cross_attn = CrossAttention(config)
-        self.norm2 = LayerNorm(dim, eps, elementwise_affine=False)
         self.ffn = nn.Sequential(Linear(dim, config.ffn_dim), nn.GELU(approximate="tanh"), Linear(config.ffn_dim, dim))
         self.modulation = nn.Parameter(torch.randn(1, 6, dim) / dim**0.5)
         self.recompute = False  # parallel.py sets it: save only the block's input, run the block again in the backward
@@ -348,9 +361,12 @@ class Block(nn.Module):
 
     def body(self, x, time, text, image, rope, pack: Pack) -> Tensor:
         shift1, scale1, gate1, shift2, scale2, gate2 = (self.modulation.to(time.dtype) + time).unbind(1)  # (R, C) each
-        x = add_gated(x, self.self_attn(modulate(self.norm1(x), shift1, scale1, pack), rope, pack), gate1, pack)
+        runs, eps = pack.runs, self.eps
+        y = self.self_attn(ModulatedNorm.apply(x, shift1, scale1, runs, eps), rope, pack)
+        x = GatedAdd.apply(x, y, gate1, runs)
         x = x + self.cross_attn(self.norm3(x), text, image, pack)
-        return add_gated(x, self.ffn(modulate(self.norm2(x), shift2, scale2, pack)), gate2, pack)
+        y = self.ffn(ModulatedNorm.apply(x, shift2, scale2, runs, eps))
+        return GatedAdd.apply(x, y, gate2, runs)
 
 
 class Head(nn.Module):
@@ -358,14 +374,14 @@ class Head(nn.Module):
 
     def __init__(self, config: WanConfig):
         super().__init__()
-        self.norm = LayerNorm(config.dim, config.eps, elementwise_affine=False)
+        self.eps = config.eps
         self.head = Linear(config.dim, math.prod(config.patch_size) * config.out_dim)
         self.modulation = nn.Parameter(torch.randn(1, 2, config.dim) / config.dim**0.5)
 
     def forward(self, x: Tensor, time: Tensor, pack: Pack) -> Tensor:
         """x (l, C), time (R, C) -> (l, P)."""
         shift, scale = (self.modulation.to(time.dtype) + time.unsqueeze(1)).unbind(1)
-        return self.head(modulate(self.norm(at_least_float32(x)), shift, scale, pack))
+        return self.head(ModulatedNorm.apply(at_least_float32(x), shift, scale, pack.runs, self.eps))
 
 
 class ImageEmbedding(nn.Module):

@@ -1,0 +1,115 @@
+"""Training runs small enough to compare in float64: a tiny model, four files of odd sizes, random weights around it."""
+
+import hashlib
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+import data
+import model
+import train
+from model import WanConfig, WanDiT
+from text_encoder import UMT5_CONFIGS, UMT5Encoder
+from vae import VAE_CONFIGS, WanVAE
+from video import to_pixels, write_mp4, write_png
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = WanConfig(dim=48, ffn_dim=80, num_heads=4, num_layers=2, text_dim=64, text_len=12, freq_dim=16)
+# (frames, height, width): two videos of different size and length, two images; 45 + 20 + 9 + 5 = 79 tokens, a prime
+FILES = {"a": (9, 48, 80), "b": (5, 80, 32), "c": (1, 48, 48), "d": (1, 16, 80)}
+
+
+def prepare(folder: Path):
+    """Write files, captions and weights into `folder`, and fill its cache."""
+    torch.manual_seed(0)
+    (folder / "data").mkdir()
+    rng = np.random.default_rng(0)
+    for name, (frames, height, width) in FILES.items():
+        video = torch.from_numpy(rng.uniform(-1, 1, (3, frames, height, width)).astype(np.float32))
+        file = folder / "data" / (f"{name}.mp4" if frames > 1 else f"{name}.png")
+        if frames > 1:
+            write_mp4(file, video, 16)
+        else:
+            write_png(file, to_pixels(video)[0])
+        file.with_suffix(".txt").write_text(f"a {name} moves {'left' if frames > 5 else 'up'}")
+    dit = WanDiT(TINY)
+    torch.nn.init.normal_(dit.head.head.weight, std=0.1)  # a zero head sends no gradient into the blocks
+    save_file(dit.state_dict(), folder / "dit.safetensors")
+    save_file(WanVAE(VAE_CONFIGS["demo"]).state_dict(), folder / "vae.safetensors")
+    save_file(UMT5Encoder(UMT5_CONFIGS["demo"]).state_dict(), folder / "text.safetensors")
+    return run(folder, steps=1, run="fill")
+
+
+def config(folder: Path, **changes) -> train.Config:
+    options = dict(
+        checkpoint=str(folder / "dit.safetensors"),
+        vae=str(folder / "vae.safetensors"),
+        text_encoder=str(folder / "text.safetensors"),
+        tokenizer=str(ROOT / "assets" / "tokenizer.model"),
+        data=str(folder / "data"),
+        cache=str(folder / "cache"),
+        max_area=80 * 80,
+        frames=9,
+        steps=4,
+        batch_size=4,
+        warmup_steps=0,
+        lr=0.01,
+        max_grad_norm=1.0,
+        caption_dropout=0.3,
+        precision="fp64",
+        sample=False,
+        run=f"{os.getpid()}",
+    )
+    return train.Config(**(options | changes))
+
+
+def run(folder: Path, **changes) -> dict:
+    """Train in this process (and the others of its group, if any); what happened at every step, as one record.
+
+    loss [steps], grads [steps][name] whole and before clipping, params: the final ones, whole; agree: whether all ranks
+    held the same bytes after every step (for FSDP: the same whole parameters).
+    """
+    os.chdir(folder)
+    model.CONFIGS["demo"] = TINY
+    record = {"loss": [], "grads": [], "digests": [], "params": {}}
+
+    def observe(step, loss, module):
+        record["loss"].append(loss)
+        record["grads"].append({name: whole(p.grad) for name, p in module.named_parameters()})
+        note(module)
+
+    def note(module):
+        record["params"] = {name: whole(p.detach()) for name, p in module.named_parameters()}
+        digest = hashlib.blake2b(b"".join(t.numpy().tobytes() for t in record["params"].values()))
+        record["digests"].append(digest.hexdigest())
+
+    note(train.main(config(folder, **changes), observe))
+    return record
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def run_all(folder: Path, cases: list[dict]) -> list[dict]:
+    return [run(folder, **case) for case in cases]
+
+
+def worst(record: dict, reference: dict) -> dict[str, float]:
+    """The largest relative differences from the reference run: of losses, of each gradient's norm, of parameters."""
+    loss = max(abs(a - b) / abs(b) for a, b in zip(record["loss"], reference["loss"], strict=True))
+    pairs = zip(record["grads"], reference["grads"], strict=True)
+    grad = max(distance(a[name], b[name]) for a, b in pairs for name in b)
+    params = max(distance(record["params"][name], x) for name, x in reference["params"].items())
+    return {"loss": loss, "grad": grad, "params": params}
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm().clamp(min=1e-30))
+
+
+__all__ = ["FILES", "TINY", "config", "data", "prepare", "run", "run_all", "worst"]

@@ -1,0 +1,408 @@
+"""Data: manifests, the position stream, packs, and the cache of latents."""
+
+import json
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_video import numbered, write_image, write_video
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from data import (
+    LatentDataset,
+    assign_packs,
+    draws,
+    fingerprint,
+    generator,
+    latent_key,
+    read_items,
+    sample_cost,
+    sample_index,
+    stratified_uniforms,
+    survey,
+    text_key,
+    write_tensor,
+)
+from model import CONFIGS, WanDiT
+from video import ClipSpec, DataError, Item, load_clip, probe
+
+
+def write_pair(folder, name, caption="a shape"):
+    """An (empty) media file and its caption, for tests of manifests alone."""
+    (folder / name).touch()
+    (folder / name).with_suffix(".txt").write_text(caption)
+
+
+# ---- Manifests
+
+
+def test_folder(tmp_path):
+    """Folders: order, upper-case endings, subfolders, captions with a byte order mark; hidden files stay out."""
+    (tmp_path / "sub").mkdir()
+    write_pair(tmp_path, "b.MP4", "\ufeffa dog\n")
+    write_pair(tmp_path, "a.x.png", "ein Hündchen")
+    write_pair(tmp_path / "sub", "c.WebM", "汉字")
+    (tmp_path / "._b.mp4").touch()
+    (tmp_path / "README.md").touch()
+    found = [(item.path.name, item.caption, item.kind) for item in read_items(tmp_path)]
+    assert found == [("a.x.png", "ein Hündchen", "image"), ("b.MP4", "a dog", "video"), ("c.WebM", "汉字", "video")]
+
+
+def test_folder_errors(tmp_path):
+    """A missing or empty caption, an ending that is not read, and an empty folder are errors that name the file."""
+    with pytest.raises(DataError, match="holds no files"):
+        read_items(tmp_path)
+    (tmp_path / "a.mp4").touch()
+    with pytest.raises(DataError, match=r"a\.mp4: needs its caption in a\.txt"):
+        read_items(tmp_path)
+    (tmp_path / "metadata.json").write_text("[]")
+    with pytest.raises(DataError, match="metadata.json as --data"):
+        read_items(tmp_path)
+    (tmp_path / "a.txt").write_text(" \n")
+    with pytest.raises(DataError, match=r"a\.txt: the caption is empty"):
+        read_items(tmp_path)
+    (tmp_path / "a.txt").write_text("a dog")
+    write_pair(tmp_path, "b.gif")
+    with pytest.raises(DataError, match=r"b\.gif: has a caption, but \.gif is none of"):
+        read_items(tmp_path)
+    with pytest.raises(DataError, match="no such file or folder"):
+        read_items(tmp_path / "elsewhere")
+
+
+def test_manifests_agree(tmp_path, monkeypatch):
+    """The same rows as JSON, JSONL and CSV give the same items: relative, absolute and ~ paths, captions that look like
+    numbers or missing values, commas, quotes, line breaks, and a byte order mark."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = tmp_path / "my clips"
+    folder.mkdir()
+    for name in ("a.mp4", "b.PNG", "c.webm", "d.jpg"):
+        (folder / name).touch()
+    paths = ["my clips/a.mp4", str(folder / "b.PNG"), "~/my clips/c.webm", "../" + tmp_path.name + "/my clips/d.jpg"]
+    captions = ["NA", "null", "123", 'two "lines",\nand \u2028 a comma']
+    kinds = ["video", "image", "video", "image"]
+    rows = [
+        {"file_path": path, "text": text, "type": kind, "width": 8, "height": 8}
+        for path, text, kind in zip(paths, captions, kinds, strict=True)
+    ]
+    (tmp_path / "m.json").write_text("\ufeff" + json.dumps(rows), encoding="utf-8")
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    (tmp_path / "m.jsonl").write_text("\n".join(["\ufeff" + lines[0], lines[1], "", *lines[2:], ""]), encoding="utf-8")
+    cells = ['"' + text.replace('"', '""') + '"' for text in captions]
+    for column, mark in (("video", ""), ("image", "\ufeff")):
+        table = [f"{column},prompt", *(f"{path},{cell}" for path, cell in zip(paths, cells, strict=True))]
+        (tmp_path / f"{column}.csv").write_text(mark + "\r\n".join(table), encoding="utf-8", newline="")
+    for name in ("m.json", "m.jsonl", "video.csv", "image.csv"):
+        items = read_items(tmp_path / name)
+        assert [item.caption for item in items] == captions, name
+        assert [item.kind for item in items] == kinds, name
+        assert [item.path.resolve() for item in items] == sorted(folder.iterdir()), name
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"file_path": "a.mp4"}, "row 2: needs one caption"),
+        ({"file_path": "a.mp4", "text": ""}, "row 2: needs one caption"),
+        ({"file_path": "a.mp4", "text": None}, "row 2: needs one caption"),
+        ({"file_path": "a.mp4", "text": "  "}, "row 2: the caption is empty"),
+        ({"file_path": "a.mp4", "text": 5}, "row 2: the caption is 5 and not text"),
+        ({"file_path": "a.mp4", "caption": "x"}, "row 2: unknown column 'caption'; known are file_path"),
+        ({"file_path": "b.mp4", "text": "x"}, r"row 2: no such file: .*b\.mp4"),
+        ({"text": "x"}, "row 2: needs one path"),
+        ({"video": "a.mp4", "image": "a.mp4", "text": "x"}, "row 2: needs one path"),
+        ({"file_path": "m.json", "text": "x"}, "row 2: m.json is none of"),
+        ({"file_path": "a.mp4", "text": "x", "type": "image"}, "row 2: type is 'image', but"),
+        ("a.mp4", "row 2: is not an object"),
+    ],
+)
+def test_row_errors(tmp_path, row, message):
+    """Whatever is wrong with a manifest is told with the row's number, not by a KeyError or a silent default."""
+    (tmp_path / "a.mp4").touch()
+    (tmp_path / "m.json").write_text(json.dumps([{"file_path": "a.mp4", "text": "fine"}, row]))
+    with pytest.raises(DataError, match=message):
+        read_items(tmp_path / "m.json")
+
+
+def test_file_errors(tmp_path):
+    """Files that are no JSON, JSONL, CSV or UTF-8 at all are named with the line at fault."""
+    for name, content, message in [
+        ("a.json", b"{", "a.json: not JSON"),
+        ("b.json", b"{}", "b.json: is not a list"),
+        ("c.jsonl", b'{"file_path": 1}\n{', "c.jsonl, line 2: not JSON"),
+        ("d.csv", b"video,prompt\nx.mp4\n", "d.csv, row 1: needs one caption"),
+        ("e.csv", b"video,prompt\nx.mp4,a,b\n", "e.csv, row 1: unknown column"),
+        ("f.csv", b"video,prompt\nx.mp4,\xff\n", "f.csv: not a UTF-8"),
+        ("g.parquet", b"", "g.parquet: neither a folder nor"),
+    ]:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match=message):
+            read_items(tmp_path / name)
+
+
+# ---- The position stream
+
+
+class Toy:
+    """As much of a dataset as draws() asks for."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def variants(self, index):
+        return 1 + index % 3
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 7, 20])
+def test_stream(batch_size):
+    """Each epoch holds every sample once in an order of its own, whatever the batch; nothing is dropped at its end."""
+    n, seed = 10, 5
+    stream = [d for step in range(120 // batch_size) for d in draws(step, batch_size, seed, Toy(n))]
+    assert [d.position for d in stream] == list(range(len(stream)))
+    epochs = [tuple(d.index for d in stream[i : i + n]) for i in range(0, len(stream) - n + 1, n)]
+    assert all(sorted(epoch) == list(range(n)) for epoch in epochs) and len(set(epochs)) == len(epochs)
+    assert [d.index for d in stream] == [sample_index(seed, p, n) for p in range(len(stream))]
+
+
+def test_draws():
+    """Variants stay in range and all occur, dropout has its rate, both belong to the position and not to the batch, and
+    a step's uniforms fill all strata."""
+    small = [d for step in range(500) for d in draws(step, 2, 1, Toy(9), 0.25)]
+    large = [d for step in range(10) for d in draws(step, 100, 1, Toy(9), 0.25)]
+    parts = [[(d.index, d.variant, d.dropped) for d in ds] for ds in (small, large)]
+    assert parts[0] == parts[1]
+    assert {(d.index % 3, d.variant) for d in small} == {(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2)}
+    assert 0.2 < sum(d.dropped for d in small) / 1000 < 0.3
+    assert not any(d.dropped for d in draws(0, 500, 1, Toy(9), 0.0))
+    assert all(d.dropped for d in draws(0, 500, 1, Toy(9), 1.0))
+    for step in (0, 7):
+        uniforms = stratified_uniforms(1, step, 64)
+        assert uniforms.dtype == torch.float64
+        assert sorted((uniforms * 64).int().tolist()) == list(range(64))
+        assert (uniforms * 64).int().tolist() != list(range(64))
+    assert (stratified_uniforms(1, 0, 64) != stratified_uniforms(2, 0, 64)).all()
+    # each position on its own is uniform: no stratum is its regular place
+    first = torch.stack([stratified_uniforms(3, step, 4)[0] for step in range(400)])
+    assert abs(first.mean() - 0.5) < 0.05 and abs(first.std() - 12**-0.5) < 0.03
+
+
+def test_generator_is_stable():
+    """A resumed run has to find the noise of the old one: these numbers must never change."""
+    seed = 2469732077  # the first four bytes of blake2b("42/1000/noise", digest_size=4), little-endian
+    values = torch.rand(2, generator=generator(42, 1000, "noise"), dtype=torch.float64)
+    assert generator(42, 1000, "noise").initial_seed() == seed
+    assert values.tolist() == [0.5023485698776473, 0.8545471455482428]
+    others = [generator(*key).initial_seed() for key in [(43, 1000, "noise"), (42, 1001, "noise"), (42, 1000, "a")]]
+    assert len({seed, *others}) == 4
+    assert generator(1, 12, "x").initial_seed() != generator(11, 2, "x").initial_seed()
+
+
+# ---- Packs
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("pack_tokens", [0, 400, 1000])
+def test_packs(ranks, pack_tokens):
+    """Every sample is computed once, no pack overflows, ranks have equally many packs (or their collectives would not
+    meet), and their costs differ by less than one sample's."""
+    for seed in range(20):
+        rng = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(1, 400, (int(torch.randint(1, 30, (), generator=rng)),), generator=rng).tolist()
+        costs = [sample_cost(t, 128, 512, 32) for t in tokens]
+        packs = assign_packs(tokens, costs, ranks, pack_tokens)
+        assert packs == assign_packs(tokens, costs, ranks, pack_tokens) and len(packs) == ranks
+        assert sorted(i for share in packs for pack in share for i in pack) == list(range(len(tokens)))
+        assert len({len(share) for share in packs}) == 1
+        assert not pack_tokens or max(sum(tokens[i] for i in pack) for share in packs for pack in share) <= pack_tokens
+        loads = [sum(costs[i] for pack in share for i in pack) for share in packs]
+        assert max(loads) - min(loads) <= max(costs) * (1 + 1e-9)
+        if pack_tokens:  # first fit leaves at most one pack of a rank half empty
+            for share in packs:
+                halves = sorted(sum(tokens[i] for i in pack) for pack in share if pack)
+                assert all(half > pack_tokens / 2 for half in halves[1:])
+
+
+def test_packs_known():
+    """Cost and not number decides: one long sample weighs as much as four short ones. Equal costs keep their order; the
+    costliest and the longest are placed first, which is what makes shares even and packs few."""
+    assert assign_packs([40, 10, 10, 10, 10], [4, 1, 1, 1, 1], 2, 0) == [[[0]], [[1, 2, 3, 4]]]
+    assert assign_packs([10, 10, 10, 10, 40], [1, 1, 1, 1, 4], 2, 0) == [[[4]], [[0, 1, 2, 3]]]
+    assert assign_packs([3, 3, 7, 7], [1, 1, 1, 1], 1, 10) == [[[0, 2], [1, 3]]]
+    assert assign_packs([5, 5, 5, 5], [1, 1, 1, 1], 2, 5) == [[[0], [2]], [[1], [3]]]
+    assert assign_packs([5], [1], 3, 5) == [[[0]], [[]], [[]]]
+    with pytest.raises(ValueError, match="a sample of 41 tokens does not fit --pack-tokens 40; use --pack-tokens 41"):
+        assign_packs([40, 41], [1, 1], 2, 40)
+
+
+def test_sample_cost():
+    """The cost is the count of operations of one block of the real model, so packs are balanced by what they take."""
+    config = CONFIGS["demo"]
+
+    def operations(layers):
+        model = WanDiT(replace(config, num_layers=layers))
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            model([torch.randn(16, 3, 8, 10)], [500.0], [torch.randn(5, config.text_dim)])  # 3 x 4 x 5 tokens
+        return counter.get_total_flops()
+
+    assert operations(2) - operations(1) == sample_cost(60, config.dim, config.ffn_dim, config.text_len)
+
+
+# ---- The cache
+
+
+class ToyVAE(torch.nn.Module):
+    """Averages of 8x8 pixels stand in for latents: 16 channels, one frame of each four after the first."""
+
+    spatial, temporal = 8, 4
+
+    def __init__(self, log):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+        self.config = SimpleNamespace(z_dim=16)
+        self.log = log
+
+    def encode(self, clip):
+        self.log.append("clip")
+        small = torch.nn.functional.avg_pool2d(clip[:, ::4].mean(0), 8)
+        return (small * self.scale).expand(16, -1, -1, -1)
+
+
+class ToyText:
+    def __init__(self, log):
+        self.log = log
+
+    def __call__(self, prompts):
+        self.log.extend(prompts)
+        return [torch.full((1 + len(prompt), 8), float(len(prompt))) for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def items(tmp_path_factory):
+    """Three videos of two clips each and an image; two of the captions are the same after cleaning."""
+    folder = tmp_path_factory.mktemp("set")
+    made = []
+    for i, caption in enumerate(["a dog", "a  dog ", "a cat"]):
+        path = write_video(folder / f"{i}.mp4", [numbered(40 * i + k, 32, 64) for k in range(20)])
+        made.append(Item(path, caption, "video"))
+    write_image(folder / "p.png", numbered(7, 32, 64))
+    return [*made, Item(folder / "p.png", "a bird", "image")]
+
+
+TOY_SPEC = ClipSpec(height=32, width=64, frames=9, clips=2)
+
+
+def make_dataset(items, cache, log, **options):
+    data = LatentDataset(items, TOY_SPEC, survey(items, TOY_SPEC), ToyVAE(log), ToyText(log), "text-1", cache)
+    data.fill(**options)
+    return data
+
+
+def test_cache(items, tmp_path):
+    """The cache gives what the VAE and the text encoder gave, encodes equal captions once, and is not filled twice."""
+    log = []
+    data = make_dataset(items, tmp_path, log)
+    assert sorted(log) == ["", "a bird", "a cat", "a dog", *["clip"] * 7]
+    assert len(data) == 4 and [data.variants(i) for i in range(4)] == [2, 2, 2, 1]
+    assert [data.shape(i) for i in range(4)] == [(16, 3, 4, 8)] * 3 + [(16, 1, 4, 8)]
+    for i in range(4):
+        for variant in range(data.variants(i)):
+            latents = data.latents(i, variant)
+            clip = load_clip(items[i], data.probes[i], TOY_SPEC, variant)
+            assert latents.shape == data.shape(i) and latents.dtype == torch.float32
+            assert torch.equal(latents, data.vae.encode(clip))
+    assert data.text(0).shape == data.text(1).shape == (6, 8) and data.text(3)[0, 0] == 6
+    assert torch.equal(data.empty_text, torch.zeros(1, 8))
+
+    log.clear()
+    again = make_dataset(items, tmp_path, log)
+    assert log == [] and torch.equal(again.latents(2, 1), data.latents(2, 1))
+    assert not [path for path in tmp_path.rglob("*") if path.name.endswith(".tmp")]
+
+
+def test_cache_keys(items):
+    """The key changes with all that latents and text states depend on, or a run would train on stale ones."""
+    found = probe(items[0], TOY_SPEC)
+    base = latent_key("file", "vae", found, TOY_SPEC, 0)
+    change = {name: SimpleNamespace(**vars(found)) for name in ("length", "clip_height", "clip_width")}
+    for name, other in change.items():
+        setattr(other, name, 1)
+    keys = [
+        latent_key("other file", "vae", found, TOY_SPEC, 0),
+        latent_key("file", "other vae", found, TOY_SPEC, 0),
+        *(latent_key("file", "vae", other, TOY_SPEC, 0) for other in change.values()),
+        latent_key("file", "vae", found, ClipSpec(height=32, width=64, frames=9, clips=2, fps=8), 0),
+        latent_key("file", "vae", found, TOY_SPEC, 1),
+    ]
+    assert len({base, *keys}) == 8
+    texts = [text_key("a dog", "e"), text_key("a cat", "e"), text_key("a dog", "f"), text_key("", "e")]
+    assert len(set(texts)) == 4 and text_key(" a  dog", "e") == texts[0]
+
+    layer = torch.nn.Linear(2, 3)
+    before = fingerprint(layer)
+    assert before == fingerprint(layer) != fingerprint(layer.to(torch.float64))
+    with torch.no_grad():
+        layer.to(torch.float32).bias[1] += 1
+    assert fingerprint(layer) != before
+    zeros = [{"w": torch.zeros(4, dtype=dtype)} for dtype in (torch.float16, torch.bfloat16)]
+    zeros += [{"w": torch.zeros(2, 2, dtype=torch.float16)}, {"v": torch.zeros(4, dtype=torch.float16)}]
+    assert len({fingerprint(SimpleNamespace(state_dict=lambda x=x: x)) for x in zeros}) == 4
+
+
+def test_ranks_share_the_work(items, tmp_path):
+    """Two ranks encode disjoint halves, though one begins before the other has listed what is missing; both then see
+    the whole cache."""
+    logs, barrier, errors = [[], []], threading.Barrier(2, timeout=60), []
+
+    def run(rank):
+        try:
+            data = make_dataset(items, tmp_path, logs[rank], rank=rank, world=2, barrier=barrier.wait)
+            assert all(data.latents(i, 0).shape == data.shape(i) for i in range(4))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    assert sorted(logs[0] + logs[1]) == ["", "a bird", "a cat", "a dog", *["clip"] * 7]
+    assert abs(len(logs[0]) - len(logs[1])) <= 1
+
+
+def test_cache_failures(items, tmp_path, monkeypatch):
+    """A failure names the file it struck, leaves no half-written entry that a later run would read, and entries that
+    another rank did not write are missed at once and not at step 1000."""
+
+    def fail(tensors, path):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("data.save_file", fail)
+        with pytest.raises(RuntimeError, match="encoding the empty prompt into .* failed: .*No space left"):
+            make_dataset(items, tmp_path / "full", [])
+    assert not [path for path in (tmp_path / "full").rglob("*") if path.is_file()]
+    broken = make_dataset(items, tmp_path / "full", [])
+    broken.latent_files[0][0].write_bytes(b"half")
+    with pytest.raises(RuntimeError, match="cannot be read .*; delete it"):
+        broken.latents(0, 0)
+    with pytest.raises(RuntimeError, match="cache files were not written.*one folder that all ranks share"):
+        make_dataset(items, tmp_path / "alone", [], rank=0, world=2)
+
+
+def test_write_tensor_is_whole_or_absent(tmp_path, monkeypatch):
+    """Until the file is complete nothing stands under its name, so a killed run leaves no half entry."""
+    seen = []
+
+    def watch(source, target):
+        seen.append((target.exists(), source.name != target.name, source.stat().st_size > 0))
+
+    monkeypatch.setattr("data.os.replace", watch)
+    write_tensor(tmp_path / "x.safetensors", torch.ones(3))
+    assert seen == [(False, True, True)]

@@ -1,0 +1,236 @@
+"""Make the demo's small weights: a tokenizer, a umT5 encoder and a Wan VAE that know the demo's captions and clips.
+
+    python tools/make_demo_assets.py [--out assets] [--parts tokenizer text vae]
+
+The trainer's demo needs stand-ins for the released text encoder (11 GB) and VAE (0.5 GB). They have the released
+structure and parameter names, only smaller, and are trained here from nothing, on captions and clips drawn on the fly.
+
+Letters: S samples, L tokens, C channels, T frames, F latent frames, H and W height and width.
+"""
+
+import argparse
+import io
+import math
+import string
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import sentencepiece
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from demo import COLOURS, DIRECTIONS, GROUNDS, HELD_OUT_SCENES, SHAPES, TRAINING_SCENES, WORDINGS, Scene, draw
+from text_encoder import UMT5_CONFIGS, Tokenizer, UMT5Encoder
+from vae import VAE_CONFIGS, Cache, WanVAE
+
+ASSETS = Path(__file__).resolve().parent.parent / "assets"
+WORDS = {"colour": list(COLOURS), "shape": list(SHAPES), "direction": list(DIRECTIONS), "ground": list(GROUNDS)}
+TEXT_LEN = 32  # of the demo DiT
+NOISE = 0.3  # most noise that the decoder learns to forgive, in standard deviations of the latents
+# The VAE's training: steps, clips per step, frames, edge of the square that is cut out of the clip.
+STAGES = ((1000, 12, 5, 32), (300, 2, 17, 64))
+
+
+def make_tokenizer(path: Path) -> None:
+    """A SentencePiece model with umT5's special ids. It lowers the case and knows every other printable ASCII
+    character, so any such prompt tokenizes without unknown tokens; what room is left holds the captions' words."""
+    captions = [scene.caption(i) for scene in TRAINING_SCENES for i in range(len(WORDINGS))]
+    model = io.BytesIO()
+    with tempfile.NamedTemporaryFile("w", suffix=".tsv") as lower:
+        lower.writelines(f"{ord(letter):X}\t{ord(letter.lower()):X}\n" for letter in string.ascii_uppercase)
+        lower.flush()
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(captions),
+            model_writer=model,
+            model_type="unigram",
+            vocab_size=UMT5_CONFIGS["demo"].vocab,
+            hard_vocab_limit=False,
+            normalization_rule_tsv=lower.name,
+            required_chars="".join(c for c in map(chr, range(33, 127)) if not c.isupper()),
+            pad_id=0,
+            eos_id=1,
+            unk_id=2,
+            bos_id=-1,
+            num_threads=1,
+            minloglevel=2,
+        )
+    path.write_bytes(model.getvalue())
+
+
+def random_caption(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, list[int]]:
+    """A caption and, per kind of word, the number of its word, or one past the last where it names none. A fifth of the
+    captions have lost words, up to all of them, so that also a shorter prompt and the empty one mean something."""
+    words = scenes[rng.integers(len(scenes))].caption(int(rng.integers(len(WORDINGS)))).replace(",", " ,").split()
+    if rng.random() < 0.2:
+        keep = rng.random()
+        words = [word for word in words if rng.random() < keep]
+    named = [[names.index(word) for word in words if word in names] for names in WORDS.values()]
+    labels = [found[0] if found else len(names) for found, names in zip(named, WORDS.values(), strict=True)]
+    return " ".join(words).replace(" ,", ","), labels
+
+
+def train_text_encoder(path: Path, tokenizer: Tokenizer, steps: int = 1500, batch: int = 64) -> None:
+    """Teaches every token's state what the whole caption says: four linear heads read colour, shape, direction and
+    ground from it, a fifth reads which token it is; the heads are then thrown away. Only training scenes' captions."""
+    torch.manual_seed(0)
+    rng, config = np.random.default_rng(0), UMT5_CONFIGS["demo"]
+    encoder = UMT5Encoder(config)
+    heads = nn.ModuleList(
+        nn.Linear(config.dim, n) for n in (*(len(names) + 1 for names in WORDS.values()), config.vocab)
+    )
+    optimizer = torch.optim.AdamW([*encoder.parameters(), *heads.parameters()], lr=2e-3, betas=(0.9, 0.99))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, steps)
+    for step in range(steps):
+        captions, labels = zip(*(random_caption(rng, TRAINING_SCENES) for _ in range(batch)), strict=True)
+        ids, mask = tokenizer(list(captions))  # (S, L)
+        states = encoder(ids, mask)[mask.bool()]  # (tokens, C)
+        of_caption = torch.tensor(labels).repeat_interleave(mask.sum(1), 0)  # (tokens, 4)
+        targets = [*of_caption.unbind(1), ids[mask.bool()]]
+        loss = sum(nn.functional.cross_entropy(head(states), y) for head, y in zip(heads, targets, strict=True))
+        loss.backward()
+        nn.utils.clip_grad_norm_(encoder.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        if (step + 1) % 500 == 0:
+            print(f"text {step + 1}/{steps}: loss {loss.item():.3f}", flush=True)
+    with torch.no_grad():
+        prompts = [(scene, scene.caption(i)) for scene in HELD_OUT_SCENES for i in range(len(WORDINGS))]
+        ids, mask = tokenizer([caption for _, caption in prompts])
+        right = []
+        for head, (kind, names) in zip(heads, WORDS.items(), strict=False):
+            y = torch.tensor([names.index(getattr(scene, kind)) for scene, _ in prompts])[:, None]
+            right.append((head(encoder(ids, mask)).argmax(-1) == y)[mask.bool()].to(torch.float32).mean())
+    print("text: right in held-out captions, over all tokens:", *(f"{k} {100 * r:.1f} %" for k, r in zip(WORDS, right)))
+    save_file(encoder.state_dict(), path)
+
+
+def cut_batch(rng: np.random.Generator, pool: list[np.ndarray], clips: int, frames: int, edge: int) -> Tensor:
+    """(S, 3, T, edge, edge) in [-1, 1]: cut-outs of clips of the pool, at a random frame and place. In a quarter of them
+    the colours are permuted and inverted, so that the VAE learns colour and not six colours."""
+    batch = []
+    for _ in range(clips):
+        video = pool[rng.integers(len(pool))].astype(np.float32) / 127.5 - 1  # (17, 64, 64, 3)
+        t, y, x = (
+            int(rng.integers(whole - part + 1))
+            for whole, part in zip(video.shape[:3], (frames, edge, edge), strict=True)
+        )
+        video = video[t : t + frames, y : y + edge, x : x + edge]  # (T, edge, edge, 3)
+        if rng.random() < 0.25:
+            video = video[..., rng.permutation(3)] * rng.choice((-1, 1))
+        batch.append(np.moveaxis(video, -1, 0))
+    return torch.from_numpy(np.stack(batch).astype(np.float32))
+
+
+def channels_last(module: nn.Module) -> nn.Module:
+    """Lays convolution weights out with their channels innermost, which is twice as fast on a CPU."""
+    for p in module.parameters():
+        if p.ndim >= 4:
+            p.data = p.data.contiguous(memory_format=torch.channels_last if p.ndim == 4 else torch.channels_last_3d)
+    return module
+
+
+def latents_of(vae: WanVAE, video: Tensor) -> Tensor:
+    """(S, 3, T, H, W) -> the mean of the latents (S, z, F, h, w), not normalised."""
+    return vae.conv1(vae.encoder(video, Cache())).chunk(2, 1)[0]
+
+
+def train_vae(path: Path, report: int = 100) -> None:
+    """Reconstruction through noisy latents.
+
+    During training each latent channel has mean 0 and variance 1 over the batch, then noise of a random strength up to
+    NOISE is added. Under a fixed power per channel the encoder can beat the noise only by spreading what it knows
+    evenly and smoothly, so all 16 channels carry something, close latents mean close pictures, and the small errors of
+    a small DiT decode to clean frames: what the KL term does for the released VAE.
+    """
+    torch.manual_seed(0)
+    rng = np.random.default_rng(0)
+    pool = [draw(scene, rng) for scene in TRAINING_SCENES for _ in range(6)]
+    vae = channels_last(WanVAE(VAE_CONFIGS["demo"]).requires_grad_(True))
+    average = {name: p.detach().clone() for name, p in vae.named_parameters()}
+    optimizer = torch.optim.AdamW(vae.parameters(), lr=1.0, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
+    plan = [stage[1:] for stage in STAGES for _ in range(stage[0])]
+    start = time.time()
+    for step, (clips, frames, edge) in enumerate(plan):
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * min(1, (step + 1) / 50) * (0.02 + 0.98 * math.cos(math.pi / 2 * step / len(plan)) ** 2)
+        video = cut_batch(rng, pool, clips, frames, edge).contiguous(memory_format=torch.channels_last_3d)
+        latents = latents_of(vae, video + 0.02 * torch.randn_like(video))
+        var, mean = torch.var_mean(latents, (0, 2, 3, 4), correction=0, keepdim=True)
+        latents = (latents - mean) * (var + 1e-6).rsqrt()
+        latents = latents + NOISE * torch.rand(clips, 1, 1, 1, 1) * torch.randn_like(latents)
+        error = vae.decoder(vae.conv2(latents), Cache()) - video
+        loss = error.abs().mean() + 4 * error.square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        decay = min(0.995, step / (step + 20))
+        for name, p in vae.named_parameters():
+            average[name].lerp_(p.detach(), 1 - decay)
+        if (step + 1) % report == 0 or step + 1 == len(plan):
+            psnr = save_vae(path, average)
+            print(
+                f"vae {step + 1}/{len(plan)}: loss {loss.item():.4f}, {psnr}, {time.time() - start:.0f} s", flush=True
+            )
+
+
+@torch.no_grad()
+def save_vae(path: Path, weights: dict[str, Tensor], clips: int = 24) -> str:
+    """Normalise the latents, save the weights, and report the PSNR of clips of held-out scenes, plain and with noise.
+
+    The mean and deviation of each latent channel go into the two 1 x 1 x 1 convolutions between encoder and decoder,
+    so this VAE's latents are normalised as they are, and VAE_CONFIGS["demo"] holds zeros and ones. The log-variance,
+    which nothing reads in training, is set to that of the noise.
+    """
+    vae = WanVAE(VAE_CONFIGS["demo"])
+    vae.load_state_dict(weights)
+    channels_last(vae)
+    rng = np.random.default_rng(1)
+    seen = [draw(TRAINING_SCENES[i], rng) for i in rng.permutation(len(TRAINING_SCENES))[: 2 * clips]]
+    new = [draw(scene, rng) for scene in HELD_OUT_SCENES[:clips]]
+    seen, new = (torch.from_numpy(np.stack(x)).movedim(-1, 1) / 127.5 - 1 for x in (seen, new))  # (S, 3, T, H, W)
+    latents = torch.cat([latents_of(vae, part) for part in seen.split(4)])
+    var, mean = torch.var_mean(latents, (0, 2, 3, 4))
+    z, std = vae.config.z_dim, var.sqrt()
+    vae.conv1.weight[:z] /= std[:, None, None, None, None]
+    vae.conv1.bias[:z] = (vae.conv1.bias[:z] - mean) / std
+    vae.conv1.weight[z:], vae.conv1.bias[z:] = 0, 2 * math.log(NOISE / 2)
+    # Training decoded normalised latents already, so conv2 stays.
+    save_file({name: p.contiguous() for name, p in vae.state_dict().items()}, path)
+    results = []
+    for noise in (0.0, NOISE):
+        errors = []
+        for part in new.split(4):
+            latents = vae.encode(part)
+            video = vae.decode(latents + noise * torch.randn_like(latents)).clamp(-1, 1)
+            errors.append((video - part).square().mean((1, 2, 3, 4)))
+        results.append(f"PSNR {10 * torch.log10(4 / torch.cat(errors)).mean():.1f} dB with noise {noise}")
+    return ", ".join(results)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=ASSETS)
+    parser.add_argument(
+        "--parts", nargs="+", choices=("tokenizer", "text", "vae"), default=("tokenizer", "text", "vae")
+    )
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if "tokenizer" in args.parts:
+        make_tokenizer(args.out / "tokenizer.model")
+    if "text" in args.parts:
+        tokenizer = Tokenizer(args.out / "tokenizer.model", TEXT_LEN)
+        train_text_encoder(args.out / "text_encoder.safetensors", tokenizer)
+    if "vae" in args.parts:
+        train_vae(args.out / "vae.safetensors")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,420 @@
+"""Train a Wan video diffusion model.
+
+    torchrun --nproc-per-node 2 train.py --sp 2                      the demo, on a laptop
+    torchrun --nproc-per-node 8 train.py --model wan2.1-t2v-14b --sp 4 --shard full --precision bf16 \\
+        --checkpoint W --vae V --text-encoder T --tokenizer S --data videos/ --height 480 --width 832 --frames 81
+
+A run is (model, data, seed, global batch). How many processes compute it, how they are laid out, how a batch is cut
+into packs and where a run was stopped and resumed change its loss curve by rounding only. `main` is the whole loop.
+"""
+
+import dataclasses
+import json
+import math
+import platform
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import checkpoint
+import data
+import demo
+import flow
+import parallel
+import sample
+from model import CONFIGS, WanDiT, patchify
+from options import exit_with, parse
+from video import ClipSpec
+
+
+@dataclass(frozen=True)
+class Config:
+    # What to train
+    model: str = "demo"  # preset, see CONFIGS in model.py
+    checkpoint: str = ""  # weights to start from: a file, a folder, or "scratch"; empty: the demo's
+    vae: str = ""  # weights of the VAE; empty: the demo's
+    text_encoder: str = ""  # weights of the umT5 encoder; empty: the demo's
+    tokenizer: str = ""  # SentencePiece file; empty: the demo's
+    # On what
+    data: str = ""  # folder or manifest (json, jsonl, csv); empty: the demo set, written on first use
+    cache: str = "cache"  # folder of encoded latents and text, shared by all ranks
+    height: int = 0  # pixels; with --width. Files are scaled to cover the size and cut at the centre
+    width: int = 0  # pixels
+    max_area: int = 0  # instead of height and width: keep each file's aspect, at most so many pixels
+    frames: int = 17  # at most so many frames of a video, 4n + 1
+    fps: int = 16  # videos are brought to this rate
+    clips: int = 4  # at most so many clips of one video
+    # How long, and from which random numbers
+    steps: int = 400  # optimizer steps
+    batch_size: int = 32  # samples per optimizer step, over the whole job
+    pack_tokens: int = 0  # most tokens a rank takes in one pack (micro-batch); 0: its whole share of the batch in one
+    seed: int = 0  # of the order of samples, their clips, noise and timesteps, and of weights made from scratch
+    # Optimizer
+    optimizer: Literal["adamw", "sgd"] = "adamw"  # sgd (without momentum) shows errors that AdamW hides
+    lr: float = 1e-3  # peak learning rate
+    warmup_steps: int = 20  # linear warm-up
+    lr_schedule: Literal["constant", "cosine", "linear"] = "cosine"  # after the warm-up; the last two end at 0
+    weight_decay: float = 0.01  # decoupled
+    betas: tuple[float, float] = (0.9, 0.99)  # of AdamW
+    eps: float = 1e-8  # of AdamW
+    max_grad_norm: float = 1.0  # clip the gradient's global norm; 0: never
+    ema: float = 0.0  # decay of a moving average of the weights, which the samples are then made with; 0: none
+    # Processes
+    sp: int = 0  # sequence-parallel processes per sample; 0: what --ulysses and --ring say, or 1
+    ulysses: int = 0  # of which by all-to-all over heads; 0: the largest number that divides sp and the heads
+    ring: int = 0  # of which by a ring of keys and values; 0: the rest
+    shard: Literal["none", "grads", "full"] = "none"  # none: DDP; grads, full: FSDP2 (ZeRO-2, ZeRO-3)
+    precision: Literal["fp64", "fp32", "bf16"] = "fp32"  # bf16: float32 weights, bfloat16 pass
+    recompute: Literal["none", "block"] = "none"  # block: save a block's input only, and run it again in the backward
+    compile: bool = False  # torch.compile the blocks
+    # Flow matching
+    shift: float = 3.0  # of the training schedule towards noise
+    timestep_sampling: Literal["uniform", "logit-normal"] = "uniform"  # of sigma before the shift
+    noise_range: tuple[float, float] = (0.0, 1.0)  # train on sigmas in this range only, e.g. 0.875 1 for an expert
+    loss_weight: Literal["none", "bell"] = "none"  # bell: the reference trainer's weight, small at both ends of sigma
+    caption_dropout: float = 0.1  # share of samples that train on the empty prompt, for guidance
+    # What is kept
+    run: str = "demo"  # everything goes to runs/RUN
+    save_every: int = 0  # steps between checkpoints; 0: only at the end
+    keep: int = 2  # so many newest checkpoints stay; 0: all
+    resume: str = ""  # "latest", or a checkpoint folder: go on from there
+    sample: bool = True  # write sample videos at the end
+    prompts: str = ""  # a file with one prompt per line to sample; empty: the demo's held-out prompts
+
+
+MASTER = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32}  # dtype of weights and optimizer
+
+
+def main(config: Config, observe=None) -> WanDiT:
+    """Train; returns the model. `observe(step, loss, model)` is called with each step's gradients in place, before they
+    are clipped, loss being the global one: tests look through it."""
+    # -- Who are we. Everything that can be wrong with the options is found before anything is done.
+    paths, wan = check(config), CONFIGS[config.model]
+    _, world = parallel.world_from_torchrun()
+    layout = parallel.start(*parallel.split_sp(world, wan.num_heads, config.sp, config.ulysses, config.ring))
+    master, dtype = MASTER[config.precision], sample.DTYPES[config.precision]
+    run = Path("runs") / config.run
+
+    # -- Data: files become latents and text states, each encoded once per job.
+    components = sample.load_components(config, paths, layout.device)
+    dataset = load_dataset(config, paths, components, layout)
+    components.release_text_encoder()
+
+    # -- Model and optimizer: the same weights on every rank, then split as --shard says.
+    torch.manual_seed(config.seed)
+    model = WanDiT(wan)
+    if paths["checkpoint"] != "scratch":
+        checkpoint.load_weights(model, paths["checkpoint"], config.model)
+    model = model.to(layout.device, master).train()
+    wrapped = parallel.parallelize(model, layout, config.shard, config.precision, config.recompute, config.compile)
+    parameters = list(model.parameters())
+    optimizer = make_optimizer(parameters, config)
+    ema = {name: p.detach().clone() for name, p in model.named_parameters()} if config.ema else {}
+
+    first = 0
+    if config.resume:
+        first = checkpoint.load(checkpoint.find(run, config.resume), model, optimizer, ema, layout)
+    layout.on_rank_0(open_run, run, config, layout, first)
+
+    # -- The loop.
+    clock = Stopwatch(layout.device)
+    ahead = ThreadPoolExecutor(1)  # reads and noises the next step's samples meanwhile
+    coming = ahead.submit(step_packs, config, dataset, layout, first)
+    bar = tqdm(range(first, config.steps), initial=first, total=config.steps, disable=layout.rank != 0)
+    for step in bar:
+        clock.start()
+        packs, tokens = coming.result()
+        coming = ahead.submit(step_packs, config, dataset, layout, step + 1)
+        clock.lap("data")
+
+        losses = []
+        for i, pack in enumerate(packs):
+            with parallel.synchronize(wrapped, last=i == len(packs) - 1):
+                loss = pack_loss(wrapped, pack, layout, dtype)
+                clock.lap("forward")
+                loss.backward()
+                clock.lap("backward")
+            losses.append(loss.detach())
+        loss = layout.sum(torch.stack(losses).sum()).item()  # each rank's is its share; the shares add up to the loss
+        if observe is not None:
+            observe(step, loss, model)
+        norm = parallel.clip_gradients(parameters, config.max_grad_norm).item()
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise FloatingPointError(describe_non_finite(step, loss, norm, losses, packs, config, layout))
+
+        lr = learning_rate(config, step)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
+        update_average(ema, model, config.ema)
+        clock.lap("optimizer")
+
+        seconds = clock.read()
+        if layout.rank == 0:
+            record = {"step": step + 1, "loss": loss, "lr": lr, "grad_norm": norm, "seconds": seconds}
+            record |= {"tokens_per_second": tokens / sum(seconds.values()), "memory": peak_memory(layout.device)}
+            with open(run / "metrics.jsonl", "a") as file:
+                file.write(json.dumps(record) + "\n")
+            bar.set_postfix_str(f"loss {loss:.4f} lr {lr:.1e} norm {norm:.2f} " + spell(seconds), refresh=False)
+        if step + 1 == config.steps or (config.save_every and (step + 1) % config.save_every == 0):
+            record = describe_run(config, layout)
+            checkpoint.save(run, step + 1, model, optimizer, ema, record, layout, config.keep)
+    coming.cancel()
+    ahead.shutdown()
+
+    # -- A look at what was learned.
+    if config.sample and (config.prompts or config.model == "demo"):
+        for name, parameter in model.named_parameters():
+            if ema:
+                parameter.data.copy_(ema[name])
+        how, prompts = sample.SAMPLING[config.model], sample.prompts_of(SamplePrompts(config.model, config.prompts))
+        folder = run / "samples"
+        sheet = sample.sample_videos(model.eval(), components, prompts, how, config.seed, folder, layout, dtype)
+        if layout.rank == 0:
+            print(f"{len(prompts)} videos in {folder}, all on one page in {sheet}")
+    return model
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One step
+
+
+@dataclass
+class Pack:
+    """One micro-batch, on the CPU until `pack_loss` takes it."""
+
+    positions: list[int]
+    latents: list[Tensor]  # noised, (C, F, H, W)
+    targets: list[Tensor]  # noise - latents
+    timesteps: list[float]
+    text: list[Tensor]
+    weights: list[float]  # of each sample's summed squared error in the loss of the global batch
+
+
+def step_packs(config: Config, dataset, layout, step: int) -> tuple[list[Pack], int]:
+    """This rank's packs of a step, and how many tokens all ranks' have. A pure function of (config, data, step): every
+    rank works out the whole assignment and builds its own part of it."""
+    wan = CONFIGS[config.model]
+    drawn = data.draws(step, config.batch_size, config.seed, dataset, config.caption_dropout)
+    tokens = [math.prod(dataset.shape(d.index)[1:]) // math.prod(wan.patch_size) for d in drawn]
+    costs = [data.sample_cost(n, wan.dim, wan.ffn_dim, wan.text_len) for n in tokens]
+    assigned = data.assign_packs(tokens, costs, layout.dp, config.pack_tokens * layout.sp)[layout.dp_rank]
+    return [make_pack([drawn[i] for i in numbers], config, dataset) for numbers in assigned], sum(tokens)
+
+
+def make_pack(drawn: list[data.Draw], config: Config, dataset) -> Pack:
+    """Noise the samples. All randomness comes from each sample's position, so it is the same wherever that lands."""
+    if not drawn:  # nothing left for this rank: one blank token of weight zero keeps it in step with the others
+        wan = CONFIGS[config.model]
+        blank = torch.zeros(wan.in_dim, *wan.patch_size)
+        return Pack([], [blank], [blank], [0.0], [dataset.empty_text], [0.0])
+    low, high = config.noise_range
+    uniforms = torch.tensor([d.uniform for d in drawn], dtype=torch.float64)
+    sigmas = flow.training_sigmas(uniforms, config.shift, config.timestep_sampling, low, high)
+    weights = flow.bell_weight(sigmas, config.shift) if config.loss_weight == "bell" else torch.ones_like(sigmas)
+    pack = Pack([d.position for d in drawn], [], [], [], [], [])
+    for d, sigma, weight in zip(drawn, sigmas.tolist(), weights.tolist(), strict=True):
+        wide = torch.float64 if config.precision == "fp64" else torch.float32
+        x = dataset.latents(d.index, d.variant).to(wide)
+        # Drawn in float32 on the CPU whatever the precision and the device: a run's noise is one thing.
+        noise = torch.randn(x.shape, generator=data.generator(config.seed, d.position, "noise")).to(wide)
+        pack.latents.append(flow.add_noise(x, noise, sigma))
+        pack.targets.append(flow.velocity_target(x, noise))
+        pack.timesteps.append(1000 * sigma)
+        pack.text.append(dataset.empty_text if d.dropped else dataset.text(d.index))
+        pack.weights.append(weight / (config.batch_size * x.numel()))
+    return pack
+
+
+def pack_loss(model, pack: Pack, layout, dtype) -> Tensor:
+    """This rank's share of the loss: of the pack's tokens those that lie here. Targets and weights are cut as the
+    model cuts the tokens; padding gets weight zero."""
+    sp, device, patch_size = layout.seam(), layout.device, model_config(model).patch_size
+    targets = [patchify(x, patch_size) for x in pack.targets]
+    weights = [torch.full((len(t),), w, dtype=t.dtype) for t, w in zip(targets, pack.weights, strict=True)]
+    target = sp.shard(torch.cat(targets)).to(device, non_blocking=True)  # (l, P)
+    weight = sp.shard(torch.cat(weights)).to(device, non_blocking=True)  # (l,)
+    latents = [x.to(device, dtype, non_blocking=True) for x in pack.latents]
+    text = [x.to(device, dtype, non_blocking=True) for x in pack.text]
+    timesteps = [torch.tensor(t, dtype=torch.float64) for t in pack.timesteps]
+    prediction = model(latents, timesteps, text, sp=sp, gather=False)  # (l, P)
+    return flow.flow_loss(prediction, target, weight)
+
+
+def model_config(model):
+    return getattr(model, "module", model).config  # DDP keeps the model in .module
+
+
+def learning_rate(config: Config, step: int) -> float:
+    """Of step 0, 1, ...: warm-up from lr / warmup_steps to lr, then the schedule, which ends one step after the last."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    done = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+    falling = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+    return config.lr * falling[config.lr_schedule]
+
+
+def update_average(ema: dict[str, Tensor], model, decay: float):
+    for name, parameter in model.named_parameters():
+        if ema:
+            ema[name].lerp_(parameter.detach(), 1 - decay)
+
+
+def describe_non_finite(step, loss, norm, losses, packs, config, layout) -> str:
+    """Names the step and, where the loss itself is at fault, the positions of the packs that gave it."""
+    mine = [p for x, pack in zip(losses, packs, strict=True) if not torch.isfinite(x) for p in pack.positions]
+    everyones = [mine]
+    if layout.world > 1:
+        everyones = [None] * layout.world
+        torch.distributed.all_gather_object(everyones, mine)
+    positions = sorted({p for part in everyones for p in part})
+    if not positions:
+        positions = list(range(step * config.batch_size, (step + 1) * config.batch_size))
+    listed = ", ".join(map(str, positions[:16])) + (", ..." if len(positions) > 16 else "")
+    return (
+        f"step {step + 1}: loss {loss}, gradient norm {norm}; the step was not applied. Positions: {listed}. "
+        "Lower --lr or --max-grad-norm, or look at these samples"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Before and around the loop
+
+
+def check(config: Config) -> dict[str, str]:
+    """Refuse what cannot work, in one line, before any process group or file; returns the paths of the weights."""
+    paths = sample.paths_for(config)
+    wan = CONFIGS[config.model]
+    if wan.in_dim != wan.out_dim or wan.model_type != "t2v":
+        raise ValueError(f"--model {config.model} reads an image condition, which this trainer does not make yet")
+    if config.steps < 1 or config.batch_size < 1 or config.pack_tokens < 0:
+        raise ValueError("--steps and --batch-size must be at least 1, --pack-tokens at least 0")
+    if config.data and not Path(config.data).expanduser().exists():
+        raise ValueError(f"--data {config.data}: no such file or folder")
+    if not 0 <= config.ema < 1 or not 0 <= config.caption_dropout <= 1:
+        raise ValueError(f"--ema {config.ema} must be in [0, 1), --caption-dropout {config.caption_dropout} in [0, 1]")
+    if config.resume:
+        checkpoint.find(Path("runs") / config.run, config.resume)
+    flow.training_sigmas(torch.zeros(1), config.shift, config.timestep_sampling, *config.noise_range)
+    if config.sample and config.prompts:
+        sample.prompts_of(SamplePrompts(config.model, config.prompts))
+        if config.model not in sample.SAMPLING:
+            raise ValueError(f"--prompts: sampling --model {config.model} needs more than text; add --no-sample")
+    clip_spec(config)
+    return paths
+
+
+@dataclass(frozen=True)
+class SamplePrompts:
+    """The part of sample.py's options that says which prompts."""
+
+    model: str
+    prompts: str
+    prompt: tuple[str, ...] = ()
+
+
+def clip_spec(config: Config) -> ClipSpec:
+    height, width = config.height, config.width
+    if not (height or width or config.max_area):
+        default = sample.SAMPLING.get(config.model, sample.Sampling())
+        height, width = default.height, default.width
+    return ClipSpec(height, width, config.max_area, config.frames, config.fps, config.clips)
+
+
+def load_dataset(config: Config, paths: dict[str, str], components, layout) -> data.LatentDataset:
+    """Look into every file (rank 0, once), then encode what the cache lacks (all ranks, each its part)."""
+    folder = config.data or layout.on_rank_0(demo.write_demo_set, Path("demo_data"))
+    items, spec = data.read_items(folder), clip_spec(config)
+    survey = layout.on_rank_0(data.survey, items, spec)
+    text_files = [*checkpoint.weight_files(Path(paths["text_encoder"]).expanduser()), Path(paths["tokenizer"])]
+    text_key = " ".join(layout.on_rank_0(data.digests, text_files))
+    dataset = data.LatentDataset(items, spec, survey, components.vae, components.encode_text, text_key, config.cache)
+    dataset.fill(layout.rank, layout.world, layout.barrier)
+    return dataset
+
+
+def make_optimizer(parameters, config: Config) -> torch.optim.Optimizer:
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=config.lr, weight_decay=config.weight_decay)
+    return torch.optim.AdamW(
+        parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+    )
+
+
+def open_run(run: Path, config: Config, layout, first: int):
+    """Write config.json; keep of an older metrics.jsonl the steps that this run goes on from."""
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "config.json").write_text(json.dumps(describe_run(config, layout), indent=2))
+    metrics = run / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+    metrics.write_text("".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= first))
+
+
+def describe_run(config: Config, layout) -> dict:
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    return {
+        "options": dataclasses.asdict(config),
+        "layout": {name: getattr(layout, name) for name in ("world", "dp", "sp", "ulysses", "ring")},
+        "device": str(layout.device),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "git": git.stdout.strip() or "not a git checkout",
+    }
+
+
+class Stopwatch:
+    """Seconds per phase of a step. On a GPU by events, so that nothing waits for the device before the step's end."""
+
+    def __init__(self, device: torch.device):
+        self.cuda = device.type == "cuda"
+
+    def mark(self):
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def start(self):
+        self.marks = [("", self.mark())]
+
+    def lap(self, phase: str):
+        """What was done since the last mark was `phase`."""
+        self.marks.append((phase, self.mark()))
+
+    def read(self) -> dict[str, float]:
+        if self.cuda:
+            torch.cuda.synchronize()
+        seconds = dict.fromkeys(("data", "forward", "backward", "optimizer"), 0.0)
+        for (_, before), (phase, after) in zip(self.marks, self.marks[1:], strict=False):
+            seconds[phase] += before.elapsed_time(after) / 1000 if self.cuda else after - before
+        return seconds
+
+
+def peak_memory(device: torch.device) -> float:
+    """GiB: the device's peak so far, or this process's resident peak on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource  # not on Windows, where there is no such figure
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def spell(seconds: dict[str, float]) -> str:
+    return " ".join(f"{phase} {value:.2f}s" for phase, value in seconds.items())
+
+
+if __name__ == "__main__":
+    try:
+        main(parse(Config, sys.argv[1:], __doc__))
+        parallel.stop()
+    except (ValueError, RuntimeError, OSError, FloatingPointError) as error:
+        exit_with("train.py", error, parallel.world_from_torchrun()[0])
