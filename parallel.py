@@ -454,7 +454,7 @@ def parallelize(
     return model
 
 
-def sum_gradients(_, bucket) -> torch.futures.Future:
+def sum_gradients(_, bucket) -> torch.futures.Future[Tensor]:
     """DDP's communication hook: add the bucket up over all ranks. (Without a hook DDP divides by the world.)"""
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda future: future.value()[0])

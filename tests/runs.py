@@ -1,5 +1,6 @@
 """Training runs small enough to compare in float64: a tiny model, four files of odd sizes, random weights around it."""
 
+import contextlib
 import hashlib
 import os
 from pathlib import Path
@@ -9,7 +10,6 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-import data
 import model
 import train
 from model import WanConfig, WanDiT
@@ -67,17 +67,23 @@ def config(folder: Path, **changes) -> train.Config:
     return train.Config(**(options | changes))
 
 
-def run(folder: Path, **changes) -> dict:
+class Killed(Exception):
+    """Stands for a signal that ends the run in the middle of a step."""
+
+
+def run(folder: Path, killed_in: int | None = None, **changes) -> dict:
     """Train in this process (and the others of its group, if any); what happened at every step, as one record.
 
-    loss [steps], grads [steps][name] whole and before clipping, params: the final ones, whole; agree: whether all ranks
-    held the same bytes after every step (for FSDP: the same whole parameters).
+    loss [steps], grads [steps][name] whole and before clipping, params: the final ones, whole; digests: of this rank's
+    parameters before every step and at the end. killed_in: the step, from 0, in which the run dies.
     """
     os.chdir(folder)
     model.CONFIGS["demo"] = TINY
     record = {"loss": [], "grads": [], "digests": [], "params": {}}
 
     def observe(step, loss, module):
+        if step == killed_in:
+            raise Killed
         record["loss"].append(loss)
         record["grads"].append({name: whole(p.grad) for name, p in module.named_parameters()})
         note(module)
@@ -87,7 +93,8 @@ def run(folder: Path, **changes) -> dict:
         digest = hashlib.blake2b(b"".join(t.numpy().tobytes() for t in record["params"].values()))
         record["digests"].append(digest.hexdigest())
 
-    note(train.main(config(folder, **changes), observe))
+    with contextlib.suppress(Killed):
+        note(train.main(config(folder, **changes), observe))
     return record
 
 
@@ -110,6 +117,3 @@ def worst(record: dict, reference: dict) -> dict[str, float]:
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm().clamp(min=1e-30))
-
-
-__all__ = ["FILES", "TINY", "config", "data", "prepare", "run", "run_all", "worst"]

@@ -103,17 +103,16 @@ def train_text_encoder(path: Path, tokenizer: Tokenizer, steps: int = 1500, batc
     with torch.no_grad():
         prompts = [(scene, scene.caption(i)) for scene in HELD_OUT_SCENES for i in range(len(WORDINGS))]
         ids, mask = tokenizer([caption for _, caption in prompts])
-        right = []
         for head, (kind, names) in zip(heads, WORDS.items(), strict=False):
             y = torch.tensor([names.index(getattr(scene, kind)) for scene, _ in prompts])[:, None]
-            right.append((head(encoder(ids, mask)).argmax(-1) == y)[mask.bool()].to(torch.float32).mean())
-    print("text: right in held-out captions, over all tokens:", *(f"{k} {100 * r:.1f} %" for k, r in zip(WORDS, right)))
+            right = (head(encoder(ids, mask)).argmax(-1) == y)[mask.bool()].to(torch.float32).mean()
+            print(f"text: {kind} right in {100 * right:.1f} % of the tokens of held-out scenes' captions", flush=True)
     save_file(encoder.state_dict(), path)
 
 
 def cut_batch(rng: np.random.Generator, pool: list[np.ndarray], clips: int, frames: int, edge: int) -> Tensor:
-    """(S, 3, T, edge, edge) in [-1, 1]: cut-outs of clips of the pool, at a random frame and place. In a quarter of them
-    the colours are permuted and inverted, so that the VAE learns colour and not six colours."""
+    """(S, 3, T, edge, edge) in [-1, 1]: cut-outs of clips of the pool, at a random frame and place. In a quarter of
+    them the colours are permuted and inverted, so that the VAE learns colour and not six colours."""
     batch = []
     for _ in range(clips):
         video = pool[rng.integers(len(pool))].astype(np.float32) / 127.5 - 1  # (17, 64, 64, 3)
