@@ -29,6 +29,7 @@ import data
 import demo
 import flow
 import parallel
+import parity
 import sample
 from model import CONFIGS, WanDiT, patchify
 from options import exit_with, parse
@@ -88,31 +89,45 @@ class Config:
     resume: str = ""  # "latest", or a checkpoint folder: go on from there
     sample: bool = True  # write sample videos at the end
     prompts: str = ""  # a file with one prompt per line to sample; empty: the demo's held-out prompts
+    # Proof
+    verify_layout: bool | None = None  # before the first step, compare this layout with one process on two blocks and
+    # the first samples, in float64, and refuse one that differs; default: only on the demo's data
+    trace: bool = False  # record sketches of every tensor in runs/RUN/trace, for parity.py diff
+    trace_steps: str = ""  # of these steps only, as in 0-3,100
 
 
 MASTER = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32}  # dtype of weights and optimizer
 
 
-def main(config: Config, observe=None) -> WanDiT:
+def main(config: Config, observe=None, rehearsal: "parity.Rehearsal | None" = None) -> WanDiT:
     """Train; returns the model. `observe(step, loss, model)` is called with each step's gradients in place, before they
-    are clipped, loss being the global one: tests look through it."""
+    are clipped, loss being the global one: tests look through it. A rehearsal is a short run on its own layout and data that keeps its
+    trace: parity.py makes them."""
     # -- Who are we. Everything that can be wrong with the options is found before anything is done.
     paths, wan = check(config), CONFIGS[config.model]
     _, world = parallel.world_from_torchrun()
-    layout = parallel.start(*parallel.split_sp(world, wan.num_heads, config.sp, config.ulysses, config.ring))
+    split = parallel.split_sp(world, wan.num_heads, config.sp, config.ulysses, config.ring)
+    layout = rehearsal.layout if rehearsal else parallel.start(*split)
     master, dtype = MASTER[config.precision], sample.DTYPES[config.precision]
     run = Path("runs") / config.run
 
     # -- Data: files become latents and text states, each encoded once per job.
-    components = sample.load_components(config, paths, layout.device)
-    dataset = load_dataset(config, paths, components, layout)
-    components.release_text_encoder()
+    if rehearsal:
+        dataset = rehearsal.dataset
+    else:
+        components = sample.load_components(config, paths, layout.device)
+        dataset = load_dataset(config, paths, components, layout)
+        components.release_text_encoder()
+        if config.verify_layout or (config.verify_layout is None and not config.data):
+            parity.verify_layout(main, config, layout, dataset)
 
     # -- Model and optimizer: the same weights on every rank, then split as --shard says.
     torch.manual_seed(config.seed)
     model = WanDiT(wan)
     if paths["checkpoint"] != "scratch":
         checkpoint.load_weights(model, paths["checkpoint"], config.model)
+    if rehearsal:
+        rehearsal.cut(model)
     model = model.to(layout.device, master).train()
     wrapped = parallel.parallelize(model, layout, config.shard, config.precision, config.recompute, config.compile)
     parameters = list(model.parameters())
@@ -123,27 +138,30 @@ def main(config: Config, observe=None) -> WanDiT:
     if config.resume:
         first = checkpoint.load(checkpoint.find(run, config.resume), model, optimizer, ema, layout)
     layout.on_rank_0(open_run, run, config, layout, first)
+    trace = parity.trace_of(config, run, layout, wrapped, optimizer, dataset, learning_rate)
 
     # -- The loop.
     clock = Stopwatch(layout.device)
     ahead = ThreadPoolExecutor(1)  # reads and noises the next step's samples meanwhile
     coming = ahead.submit(step_packs, config, dataset, layout, first)
-    bar = tqdm(range(first, config.steps), initial=first, total=config.steps, disable=layout.rank != 0)
+    bar = tqdm(range(first, config.steps), initial=first, total=config.steps, disable=bool(layout.rank or rehearsal))
     for step in bar:
         clock.start()
         packs, tokens = coming.result()
         coming = ahead.submit(step_packs, config, dataset, layout, step + 1)
         clock.lap("data")
+        trace.start(step, packs, wrapped, lambda pack: pack_loss(wrapped, pack, layout, dtype))
 
         losses = []
         for i, pack in enumerate(packs):
-            with parallel.synchronize(wrapped, last=i == len(packs) - 1):
+            with parallel.synchronize(wrapped, last=i == len(packs) - 1), trace.micro_batch(pack):
                 loss = pack_loss(wrapped, pack, layout, dtype)
                 clock.lap("forward")
                 loss.backward()
                 clock.lap("backward")
             losses.append(loss.detach())
         loss = layout.sum(torch.stack(losses).sum()).item()  # each rank's is its share; the shares add up to the loss
+        trace.gradients(losses, loss)
         if observe is not None:
             observe(step, loss, model)
         norm = parallel.clip_gradients(parameters, config.max_grad_norm).item()
@@ -155,6 +173,7 @@ def main(config: Config, observe=None) -> WanDiT:
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
+        trace.finish(norm)
         update_average(ema, model, config.ema)
         clock.lap("optimizer")
 
@@ -165,7 +184,7 @@ def main(config: Config, observe=None) -> WanDiT:
             with open(run / "metrics.jsonl", "a") as file:
                 file.write(json.dumps(record) + "\n")
             bar.set_postfix_str(f"loss {loss:.4f} lr {lr:.1e} norm {norm:.2f} " + spell(seconds), refresh=False)
-        if step + 1 == config.steps or (config.save_every and (step + 1) % config.save_every == 0):
+        if (step + 1 == config.steps and not rehearsal) or (config.save_every and (step + 1) % config.save_every == 0):
             record = describe_run(config, layout)
             checkpoint.save(run, step + 1, model, optimizer, ema, record, layout, config.keep)
     coming.cancel()
@@ -193,6 +212,9 @@ class Pack:
     """One micro-batch, on the CPU until `pack_loss` takes it."""
 
     positions: list[int]
+    samples: list[int]  # which items of the data they are
+    clean: list[Tensor]  # latents before the noise; these two are only traced
+    noise: list[Tensor]
     latents: list[Tensor]  # noised, (C, F, H, W)
     targets: list[Tensor]  # noise - latents
     timesteps: list[float]
@@ -216,17 +238,19 @@ def make_pack(drawn: list[data.Draw], config: Config, dataset) -> Pack:
     if not drawn:  # nothing left for this rank: one blank token of weight zero keeps it in step with the others
         wan = CONFIGS[config.model]
         blank = torch.zeros(wan.in_dim, *wan.patch_size)
-        return Pack([], [blank], [blank], [0.0], [dataset.empty_text], [0.0])
+        return Pack([], [], [], [], [blank], [blank], [0.0], [dataset.empty_text], [0.0])
     low, high = config.noise_range
     uniforms = torch.tensor([d.uniform for d in drawn], dtype=torch.float64)
     sigmas = flow.training_sigmas(uniforms, config.shift, config.timestep_sampling, low, high)
     weights = flow.bell_weight(sigmas, config.shift) if config.loss_weight == "bell" else torch.ones_like(sigmas)
-    pack = Pack([d.position for d in drawn], [], [], [], [], [])
+    pack = Pack([d.position for d in drawn], [d.index for d in drawn], [], [], [], [], [], [], [])
     for d, sigma, weight in zip(drawn, sigmas.tolist(), weights.tolist(), strict=True):
         wide = torch.float64 if config.precision == "fp64" else torch.float32
         x = dataset.latents(d.index, d.variant).to(wide)
         # Drawn in float32 on the CPU whatever the precision and the device: a run's noise is one thing.
         noise = torch.randn(x.shape, generator=data.generator(config.seed, d.position, "noise")).to(wide)
+        pack.clean.append(x)
+        pack.noise.append(noise)
         pack.latents.append(flow.add_noise(x, noise, sigma))
         pack.targets.append(flow.velocity_target(x, noise))
         pack.timesteps.append(1000 * sigma)
@@ -302,6 +326,7 @@ def check(config: Config) -> dict[str, str]:
         raise ValueError(f"--data {config.data}: no such file or folder")
     if not 0 <= config.ema < 1 or not 0 <= config.caption_dropout <= 1:
         raise ValueError(f"--ema {config.ema} must be in [0, 1), --caption-dropout {config.caption_dropout} in [0, 1]")
+    parity.parse_steps(config.trace_steps)
     if config.resume:
         checkpoint.find(Path("runs") / config.run, config.resume)
     flow.training_sigmas(torch.zeros(1), config.shift, config.timestep_sampling, *config.noise_range)

@@ -1,9 +1,9 @@
 """Trace a training run: what every tensor of a step was, in numbers that do not depend on how the run was laid out.
 
 A tensor is recorded as a *count sketch* (Charikar et al. 2002): each element, by its GLOBAL index, is added with a sign
-to one of 256 buckets. The map is linear, so the sketches of shards, micro-batches and ranks add up to the sketch of the
-whole, and |sketch(a) - sketch(b)| / |sketch(a)| estimates the relative error of a against b, to about 10 %. A sum hides
-disagreement, so every rank's own part leaves a fingerprint as well, and what ought to be alike is compared across ranks.
+to one of 256 buckets. The map is linear: sketches of shards, micro-batches and ranks add up to the sketch of the whole,
+and |sketch(a) - sketch(b)| / |sketch(a)| estimates the relative error of a against b, to about 10 %. A sum hides
+disagreement, so every rank's own part leaves a fingerprint as well, and what ought to be alike is compared over ranks.
 
     trace = Trace(model, "runs/x/trace", taps={"blocks.*": "tokens"}, optimizer=optimizer)
     with trace.step(step):
@@ -16,7 +16,7 @@ disagreement, so every rank's own part leaves a fingerprint as well, and what ou
 On disk, under the trace's folder: about.json (what was run), floor.json (relative noise of each tensor, see `jiggle`),
 and for each step step-000003.json, the entries in causal order with what was found wrong in the step itself, beside
 step-000003.safetensors: sketch (E, 256), numbers (E, 6: count, sum of squares, zeros, NaNs, infinities, largest) and
-ranks (E, world, 2: a projection of each rank's own sketch, and its sum of squares; NaN where a rank has no such tensor).
+ranks (E, world, 2: a projection of each rank's own sketch, and its sum of squares; NaN where a rank has none).
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 BUCKETS = 256
@@ -43,7 +43,7 @@ PHASES = ("start", "input", "forward", "loss", "backward", "partial", "gradient"
 
 
 def mix(x: Tensor) -> Tensor:
-    """A bijection of int64 that leaves no pattern: two rounds of multiplying and folding (odd constants of splitmix)."""
+    """A bijection of int64 that leaves no pattern: two rounds of multiplying by an odd number and folding."""
     for factor in (-7046029254386353131, -2960836687393572205):
         x = x * factor
         x = x ^ (x >> 32)
@@ -52,7 +52,9 @@ def mix(x: Tensor) -> Tensor:
 
 def slots(rows: Tensor, first: int, columns: int) -> Tensor:
     """(n,) row ids -> (n, columns) in 0 ... 511: bucket and, as the highest bit, sign of elements `first` onwards."""
-    return (mix(mix(rows)[:, None] + torch.arange(first, first + columns, device=rows.device)) >> 40) & (2 * BUCKETS - 1)
+    return (mix(mix(rows)[:, None] + torch.arange(first, first + columns, device=rows.device)) >> 40) & (
+        2 * BUCKETS - 1
+    )
 
 
 def sketch(x: Tensor, slot: Tensor) -> Tensor:
@@ -80,6 +82,7 @@ class Entry:
     agree: str  # over which ranks it must be alike: "world", "sp" or "" (each rank holds a part of its own)
     sums: Tensor  # (256 + 5,): the sketch, then NUMBERS but the last
     largest: Tensor  # ()
+    counts: bool = True  # whether this rank's part belongs in the sum over ranks
 
 
 class Trace:
@@ -101,13 +104,11 @@ class Trace:
         self.world = world or (dist.get_world_size() if grouped else 1)
         self.rank = dist.get_rank() if self.world > 1 else 0
         self.group = dist.new_group(backend="gloo") if self.world > 1 else None
-        self.folder, self.steps, self.findings = Path(folder) if folder else None, [], []
+        self.folder, self.steps = Path(folder) if folder else None, []
         self.entries, self.rows, self.facts, self.going, self.jiggling = {}, None, {}, False, False
-        self.tables, self.flat, self.last, self.floor, self.base = {}, torch.empty(1, 0, dtype=torch.int64), None, {}, {}
-        self.updates, self.history = 0, {}
+        self.tables, self.flat, self.last, self.floor = {}, torch.empty(1, 0, dtype=torch.int64), None, {}
+        self.updates, self.history = 0, {}  # steps traced; position in the stream -> sample
         self.parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        whole = not any(isinstance(p, DTensor) for p in self.parameters.values())
-        self.alike = "world" if whole else ""  # FSDP: each rank holds a part of every parameter
         shapes = {n: list(p.shape) for n, p in self.parameters.items()}
         self.about = {"identity": {}, "precision": str(next(self.model.parameters()).dtype)[6:]} | (about or {})
         self.about |= {"world": self.world, "sp": sp, "shapes": shapes}
@@ -117,6 +118,8 @@ class Trace:
             for pattern, rows in (taps or {}).items():
                 if fnmatch.fnmatchcase(name, pattern):
                     module.register_forward_hook(partial(self.tap_module, name, rows))
+        if optimizer is not None:
+            optimizer.register_step_pre_hook(self.before_update)
         if self.folder and self.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "about.json").write_text(json.dumps(self.about, indent=1))
@@ -137,7 +140,7 @@ class Trace:
         self.going = self.due(step)
         if not self.going:
             return
-        self.number, self.entries, self.facts, self.findings = step, {}, {}, []
+        self.number, self.entries, self.facts = step, {}, {}
         if self.last != step - 1:
             self.weights("start")
         self.last = step
@@ -145,7 +148,7 @@ class Trace:
     @contextlib.contextmanager
     def pack(self, **rows):
         """One micro-batch, forward and backward. rows: name -> int64 ids of the leading dimensions of the tensors that
-        are split in this way, the same id for the same thing on every rank and in every run; negative ids are padding."""
+        are split so, the same id for the same thing on every rank and in every run; negative ids are padding."""
         self.rows, self.backward_began = rows, False
         self.tables.clear()
         yield
@@ -192,10 +195,14 @@ class Trace:
             nans, infinities = wide.isnan().sum(), wide.isinf().sum()
             wide = wide.nan_to_num(0.0, 0.0, 0.0)
             squares = wide.dot(wide)
-        numbers = torch.stack([torch.as_tensor(n, device=wide.device) for n in (wide.numel(), squares, zeros, nans, infinities)])
+        numbers = torch.stack(
+            [torch.as_tensor(n, device=wide.device) for n in (wide.numel(), squares, zeros, nans, infinities)]
+        )
         largest = wide.abs().amax() if wide.numel() else wide.new_zeros(())
         sums = torch.cat((sketch(wide, slot), numbers))
-        entry = self.entries.setdefault((phase, name), Entry(phase, agree, torch.zeros_like(sums), torch.zeros_like(largest)))
+        entry = self.entries.setdefault(
+            (phase, name), Entry(phase, agree, torch.zeros_like(sums), torch.zeros_like(largest))
+        )
         entry.sums += sums
         entry.largest = torch.maximum(entry.largest, largest)
         entry.counts = counts
@@ -203,13 +210,18 @@ class Trace:
     def place(self, x: Tensor, rows: str) -> tuple[Tensor, Tensor]:
         """The elements of x that this rank has, and their slots."""
         if rows != "whole":
-            ids = self.rows[rows].to(x.device)
-            x = x.reshape(ids.numel(), -1)
-            key = (rows, x.shape[1])
+            ids = self.rows[rows]
+            n = x.shape[: ids.ndim]
+            if n != ids.shape:  # not the length it should have: take what there is for what it should be
+                ids = torch.cat((ids.reshape(-1), ids.new_full((n.numel(),), -1)))[: n.numel()]
+            key = (rows, n, x[:1].numel())
             if key not in self.tables:
-                mine = ids.reshape(-1) >= 0
-                self.tables[key] = None if mine.all() else mine, slots(ids.reshape(-1)[mine], 0, x.shape[1])
+                ids = ids.reshape(-1).to(x.device)
+                mine = ids >= 0
+                columns = x.numel() // max(1, n.numel())
+                self.tables[key] = None if mine.all() else mine, slots(ids[mine], 0, columns)
             mine, slot = self.tables[key]
+            x = x.reshape(n.numel(), -1)
             return (x if mine is None else x[mine]), slot
         first = 0
         if isinstance(x, DTensor):  # dim 0 in equal parts, the last ranks' shorter; this rank's part starts at `first`
@@ -241,7 +253,7 @@ class Trace:
             self.entries, self.generator = {}, torch.Generator().manual_seed(self.rank)
             passes()
             names, sums, _, _ = self.reduce()
-            found = {name: row[:BUCKETS] for name, row in zip(names, sums, strict=True)}
+            found = {name[:2]: row[:BUCKETS] for name, row in zip(names, sums, strict=True)}
             if self.jiggling:
                 for key, row in found.items():
                     size = base[key].norm().item()
@@ -255,7 +267,17 @@ class Trace:
         """Parameters' gradients as the optimizer will get them, before clipping."""
         for name, p in reversed(self.parameters.items()) if self.going else ():
             if p.grad is not None:
-                self.add("gradient", name, p.grad, counts=self.mine(p.grad), agree=self.alike)
+                self.add_parameter("gradient", name, p.grad)
+
+    def before_update(self, optimizer, args, kwargs):
+        """The gradients once more, as one number: what the clipping left of them."""
+        for p in self.parameters.values() if self.going else ():
+            if p.grad is not None:
+                grad = p.grad.detach()
+                squares = (grad.to_local() if isinstance(grad, DTensor) else grad).to(torch.float64).square().sum()
+                split = isinstance(grad, DTensor)
+                agree = "" if split else "world"
+                self.scalar("norm", "squared norm after clipping", squares, split or self.rank == 0, agree)
 
     def updated(self, **scalars):
         """After the optimizer's step; scalars, such as grad_norm= and lr=, are compared over ranks and runs."""
@@ -271,65 +293,70 @@ class Trace:
 
     def weights(self, phase: str):
         for name, p in self.parameters.items():
-            self.add(phase, name, p, counts=self.mine(p), agree=self.alike)
+            self.add_parameter(phase, name, p)
         state = self.optimizer.state if self.optimizer else {}
         for name, p in self.parameters.items():
             for key, x in state.get(p, {}).items():
                 if isinstance(x, Tensor):
-                    label = f"{name}.{key}"
-                    self.add("start" if phase == "start" else "moment", label, x, counts=self.mine(x), agree=self.alike)
+                    self.add_parameter("start" if phase == "start" else "moment", f"{name}.{key}", x)
 
-    def mine(self, x: Tensor) -> bool:
-        """Whether this rank's part counts: parts of a DTensor do, and one of the copies of a whole tensor."""
-        return isinstance(x, DTensor) or self.rank == 0
+    def add_parameter(self, phase: str, name: str, x: Tensor):
+        """Parts of a DTensor all count, and of a whole tensor's copies one."""
+        if isinstance(x, DTensor):
+            self.add(phase, name, x)
+        else:
+            self.add(phase, name, x, counts=self.rank == 0, agree="world")
 
     # -- The end of a step: one reduction over ranks, one file
 
     def reduce(self) -> tuple[list, Tensor, Tensor, Tensor]:
-        """Entries in causal order, with their sums (E, 261) and largest (E,) over ranks, and (E, world, 2) of each."""
-        names = list(self.entries)
+        """Entries (phase, name, agree) in causal order; sums (E, 261) over ranks, largest (E,), ranks (E, world, 2)."""
+        names = [(phase, name, entry.agree) for (phase, name), entry in self.entries.items()]
         if self.world > 1:
-            everyones = [None] * self.world
-            dist.all_gather_object(everyones, names, group=self.group)
-            names = list(dict.fromkeys(name for part in sorted(everyones, key=len, reverse=True) for name in part))
-        names.sort(key=lambda name: PHASES.index(name[0]))
-        nothing = Entry("", "", torch.zeros(BUCKETS + 5, dtype=torch.float64), torch.zeros((), dtype=torch.float64))
-        entries = [self.entries.get(name, nothing) for name in names]
+            parts = self.gather(names)
+            names = list(dict.fromkeys(name for part in sorted(parts, key=len, reverse=True) for name in part))
+        names.sort(key=lambda name: PHASES.index(name[0]))  # stable: as they were recorded within a phase
         if not names:
             return names, torch.zeros(0, BUCKETS + 5), torch.zeros(0), torch.zeros(0, self.world, 2)
-        sums = torch.stack([e.sums.cpu() for e in entries])
-        largest = torch.stack([e.largest.cpu() for e in entries])
+        zero = torch.zeros(BUCKETS + 6, dtype=torch.float64)
+        nothing = Entry("", "", zero[1:], zero[0])
+        entries = [self.entries.get(name[:2], nothing) for name in names]
+        sums = torch.stack([e.sums for e in entries]).cpu()
+        largest = torch.stack([e.largest for e in entries]).cpu()
         absent = torch.tensor([[e is nothing] for e in entries])
         probe = torch.randn(BUCKETS, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        print_of = torch.stack((sums[:, :BUCKETS] @ probe, sums[:, BUCKETS + 1]), 1).masked_fill(absent, math.nan)  # (E, 2)
+        ranks = torch.stack((sums[:, :BUCKETS] @ probe, sums[:, BUCKETS + 1]), 1).masked_fill(
+            absent, math.nan
+        )  # (E, 2)
         if self.world == 1:
-            return names, sums, largest, print_of[:, None]
-        sums = sums * torch.tensor([[float(e is not nothing and e.counts)] for e in entries])
+            return names, sums, largest, ranks[:, None]
+        sums = sums * torch.tensor([[float(e.counts)] for e in entries])
         dist.all_reduce(sums, group=self.group)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
-        prints = [torch.empty_like(print_of) for _ in range(self.world)]
-        dist.all_gather(prints, print_of, group=self.group)
-        return names, sums, largest, torch.stack(prints, 1)
+        everyones = [torch.empty_like(ranks) for _ in range(self.world)]
+        dist.all_gather(everyones, ranks, group=self.group)
+        return names, sums, largest, torch.stack(everyones, 1)
+
+    def gather(self, thing) -> list:
+        everyones = [thing] * self.world
+        if self.world > 1:
+            dist.all_gather_object(everyones, thing, group=self.group)
+        return everyones
 
     def end(self):
         """Sum over ranks, look for what is wrong within the step, and write."""
         if not self.going:
             return
         names, sums, largest, ranks = self.reduce()
-        facts = [self.facts]
-        agree = {name: entry.agree for name, entry in self.entries.items()}
-        if self.world > 1:
-            facts, agrees = [None] * self.world, [None] * self.world
-            dist.all_gather_object(facts, self.facts, group=self.group)
-            dist.all_gather_object(agrees, agree, group=self.group)
-            agree = {k: v for part in agrees for k, v in part.items()}
+        facts = self.gather(self.facts)
         if self.rank == 0:
-            numbers = torch.cat((sums[:, BUCKETS:], largest[:, None]), 1)
-            entries = [{"phase": p, "name": n, "agree": agree[p, n]} for p, n in names]
-            self.findings += self.check_ranks(entries, ranks) + self.check_gradients(entries, numbers)
-            self.findings += self.check_facts(facts)
-            self.write({"step": self.number, "entries": entries, "facts": facts, "findings": self.findings},
-                       {"sketch": sums[:, :BUCKETS].contiguous(), "numbers": numbers, "ranks": ranks.contiguous()})
+            tensors = {"sketch": sums[:, :BUCKETS].contiguous(), "ranks": ranks.contiguous()}
+            tensors["numbers"] = torch.cat((sums[:, BUCKETS:], largest[:, None]), 1)
+            entries = [dict(zip(("phase", "name", "agree"), name, strict=True)) for name in names]
+            findings = check_facts(self, facts) + check_ranks(self, entries, ranks)
+            findings += check_gradients(self, entries, tensors["numbers"])
+            findings.sort(key=lambda f: PHASES.index(f["phase"]))
+            self.write({"step": self.number, "entries": entries, "facts": facts, "findings": findings}, tensors)
         self.going, self.updates = False, self.updates + 1
 
     def write(self, header: dict, tensors: dict[str, Tensor]):
@@ -342,3 +369,179 @@ class Trace:
             return
         save_file(tensors, self.folder / f"step-{self.number:06d}.safetensors")
         (self.folder / f"step-{self.number:06d}.json").write_text(json.dumps(header))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What can be seen to be wrong without a second run
+
+
+def finding(phase: str, name: str, kind: str, text: str, ranks=()) -> dict:
+    return {"phase": phase, "name": name, "kind": kind, "ranks": sorted(ranks), "text": text}
+
+
+def check_ranks(trace: Trace, entries: list[dict], ranks: Tensor) -> list[dict]:
+    """What must be alike on several ranks and is not. ranks (E, world, 2)."""
+    found = {}
+    for entry, values in zip(entries, ranks, strict=True):
+        width = {"world": trace.world, "sp": trace.sp, "": 1}[entry["agree"]]
+        for first in range(0, trace.world, width):
+            group = values[first : first + width]
+            size = group[:, 1].nan_to_num(0.0).amax().sqrt()
+            apart = (group - group[0]).abs() > 1e-10 * torch.stack((size, size * size))
+            apart |= group.isnan() != group[0].isnan()
+            if apart.any():
+                odd = {first + i for i in apart.any(1).nonzero().flatten().tolist()}
+                item = found.setdefault(entry["phase"], ([], set(), first, width))
+                item[0].append(entry["name"])
+                item[1].update(odd)
+    return [
+        finding(
+            phase,
+            names[0],
+            "ranks disagree",
+            f"{describe(phase, names)} on ranks {listed(odd)} is not that of rank "
+            f"{first}, where {'all ranks' if width == trace.world else 'a sequence-parallel group'} must agree",
+            odd,
+        )
+        for phase, (names, odd, first, width) in found.items()
+    ]
+
+
+def check_gradients(trace: Trace, entries: list[dict], numbers: Tensor) -> list[dict]:
+    """Parameters whose gradient is missing, zero everywhere (from the second traced step on: a model may well start so,
+    behind a layer of zeros) or not finite; and other tensors that are not finite."""
+    found, missing, zero = [], set(trace.parameters), []
+    for entry, (count, _, zeros, nans, infinities, _) in zip(entries, numbers.tolist(), strict=True):
+        phase, name = entry["phase"], entry["name"]
+        if phase == "gradient":
+            missing.discard(name)
+            if zeros == count and trace.updates > 0:
+                zero.append(name)
+        if (nans or infinities) and not found:
+            found.append(
+                finding(
+                    phase,
+                    name,
+                    "not finite",
+                    f"{describe(phase, [name])} has {nans:.0f} NaN and "
+                    f"{infinities:.0f} infinite values, the first such tensor of the step",
+                )
+            )
+    if any(entry["phase"] == "gradient" for entry in entries):
+        for kind, names in (("no gradient", sorted(missing)), ("zero gradient", zero)):
+            if names:
+                what = "no gradient" if kind == "no gradient" else "a gradient of zeros"
+                text = f"{len(names)} of {len(trace.parameters)} parameters get {what}: {listed(names)}"
+                found.append(finding("gradient", names[0], kind, text))
+    return found
+
+
+def check_facts(trace: Trace, facts: list[dict]) -> list[dict]:
+    """facts: of each rank, as the caller left them in `trace.facts`, all optional: samples [(position, sample, noise
+    digest)], batch (first position, number), tokens [(here, in the pack)], lr (used, scheduled)."""
+    found, owner = [], {}
+    for rank, fact in enumerate(facts):
+        first = rank // trace.sp * trace.sp
+        own, group = ([s[0] for s in f.get("samples", [])] for f in (fact, facts[first]))
+        if own != group:
+            found.append(
+                finding(
+                    "input",
+                    "positions",
+                    "ranks disagree",
+                    f"rank {rank} has positions {listed(own)}, rank "
+                    f"{first} of its sequence-parallel group {listed(group)}",
+                    [rank],
+                )
+            )
+        for here, whole in fact.get("tokens", []):
+            if here != -(-whole // trace.sp):
+                found.append(
+                    finding(
+                        "forward",
+                        "tokens",
+                        "local length",
+                        f"rank {rank} has {here} of {whole} tokens, not 1/{trace.sp} of them",
+                        [rank],
+                    )
+                )
+        if "lr" in fact and abs(fact["lr"][0] - fact["lr"][1]) > 1e-12 * abs(fact["lr"][1]):
+            found.append(
+                finding(
+                    "rate",
+                    "lr",
+                    "schedule",
+                    f"rank {rank} steps with learning rate {fact['lr'][0]:.6g}, its schedule says {fact['lr'][1]:.6g}",
+                    [rank],
+                )
+            )
+        if rank == first:
+            for position, sample, digest in fact.get("samples", []):
+                owner.setdefault(("position", position), []).append((rank, position))
+                owner.setdefault(("noise", digest), []).append((rank, position))
+                trace.history.setdefault(position, sample)
+    for (what, _), users in owner.items():
+        if len(users) > 1:
+            ranks, positions = ({u[i] for u in users} for i in (0, 1))
+            text = (
+                f"positions {listed(positions)} have the same noise"
+                if what == "noise"
+                else f"position {users[0][1]} is computed {len(users)} times, on ranks {listed(ranks)}"
+            )
+            found.append(finding("input", "noise" if what == "noise" else "positions", "duplicate", text, ranks))
+    return found + check_stream(trace, facts, {p for what, p in owner if what == "position"})
+
+
+def check_stream(trace: Trace, facts: list[dict], seen: set[int]) -> list[dict]:
+    """The step must take its positions, all of them, and an epoch every sample once, in an order of its own."""
+    found = []
+    if "batch" in facts[0]:
+        start, count, samples = facts[0]["batch"]
+        wrong = seen.symmetric_difference(range(start, start + count))
+        if wrong:
+            found.append(
+                finding(
+                    "input",
+                    "positions",
+                    "stream",
+                    f"step {trace.number} takes positions {start} to "
+                    f"{start + count - 1}; missing or out of place: {listed(wrong)}",
+                )
+            )
+        epochs = {p // samples for p in seen}
+        for epoch in sorted(epochs):
+            now, before = ([trace.history.get(e * samples + i) for i in range(samples)] for e in (epoch, epoch - 1))
+            known = [s for s in now if s is not None]
+            if len(set(known)) < len(known):
+                found.append(finding("input", "samples", "repeat", f"epoch {epoch} takes a sample twice"))
+            if now == before and None not in now and samples > 3:
+                found.append(
+                    finding("input", "samples", "same order", f"epoch {epoch} has the order of epoch {epoch - 1}")
+                )
+    return found
+
+
+def listed(things, most: int = 6) -> str:
+    things = sorted(things) if isinstance(things, set) else list(things)
+    return ", ".join(map(str, things[:most])) + (f", ... ({len(things)})" if len(things) > most else "")
+
+
+NOUNS = {
+    "start": "the weight",
+    "input": "the input",
+    "forward": "the activation",
+    "loss": "the",
+    "norm": "the",
+    "rate": "the",
+}
+NOUNS |= {
+    "backward": "the gradient of activation",
+    "partial": "the unreduced gradient of",
+    "gradient": "the gradient of",
+}
+NOUNS |= {"parameter": "the updated weight", "moment": "the optimizer's state"}
+
+
+def describe(phase: str, names: list[str]) -> str:
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    return f"{NOUNS[phase]} {names[0]}{more}"

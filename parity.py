@@ -1,0 +1,455 @@
+"""Find out why two runs differ, and where.
+
+    python parity.py diff runs/A runs/B --plot map.html              two traced runs (train.py --trace); A is the reference
+    torchrun --nproc-per-node 4 parity.py check                      every layout of 4 processes against one process
+    torchrun --nproc-per-node 4 parity.py check --model wan2.1-t2v-1.3b --layers 2 --data videos --checkpoint W ...
+
+`diff` exits with 0 for equal, 1 for different, 2 for not comparable. A trainer that is not this one uses `Trace` and
+`diff` from here: docs/parity.md has the ten lines. Recording is in traces.py, comparing in blame.py.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import math
+import shutil
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+import parallel
+from blame import Verdict, diff
+from model import CONFIGS
+from options import exit_with, parse
+from page import write_page
+from traces import Trace, pack_rows, row_ids
+
+__all__ = ["Trace", "Verdict", "diff", "pack_rows", "row_ids"]
+
+# Options that say how a run is computed and kept, and not what it is.
+LAYOUT_OPTIONS = {"sp", "ulysses", "ring", "shard", "precision", "recompute", "compile", "pack_tokens"}
+KEEPING_OPTIONS = {
+    "run",
+    "steps",
+    "stop_after",
+    "save_every",
+    "keep",
+    "resume",
+    "sample",
+    "prompts",
+    "trace",
+    "trace_steps",
+}
+PATH_OPTIONS = {"checkpoint", "vae", "text_encoder", "tokenizer", "data", "cache", "verify_layout"}  # contents count
+PRECISIONS = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# picowan's own training run, traced
+
+
+class RunTrace(Trace):
+    """What train.py's loop calls. Taps: the noised latents, timesteps and text as the model gets them; tokens, rotary
+    table, modulation and text in front of the first block; q, k, v after rotation, attention, cross-attention and
+    output of every block; the prediction."""
+
+    def __init__(self, config, run: Path, layout, model, optimizer, dataset, schedule):
+        what = dataclasses.asdict(config)
+        identity = {k: v for k, v in what.items() if k not in LAYOUT_OPTIONS | KEEPING_OPTIONS | PATH_OPTIONS}
+        identity["data"] = content_of(dataset)
+        identity["weights"] = Path(config.checkpoint).name or "the demo's"
+        about = {"identity": identity, "precision": PRECISIONS[config.precision]}
+        about |= {"layout": {k: v for k, v in what.items() if k in LAYOUT_OPTIONS}}
+        super().__init__(
+            model, run / "trace", {}, optimizer, about, layout.sp, layout.world, parse_steps(config.trace_steps)
+        )
+        self.config, self.layout, self.schedule, self.samples = config, layout, schedule, len(dataset)
+        self.one = layout.sp_rank == 0  # of what a sequence-parallel group has alike, its first rank's counts
+        self.model.register_forward_pre_hook(self.enter_model, with_kwargs=True)
+        for i, block in enumerate(self.model.blocks):
+            block.register_forward_pre_hook(lambda module, args, i=i: self.enter_block(i, *args))
+            block.cross_attn.register_forward_hook(
+                lambda m, args, out, i=i: self.tap(f"blocks.{i}.cross", out, "tokens")
+            )
+            block.register_forward_hook(lambda m, args, out, i=i: self.tap(f"blocks.{i}.out", out, "tokens"))
+        self.model.head.register_forward_hook(lambda m, args, out: self.tap("prediction", out, "tokens"))
+
+    def start(self, step: int, packs, wrapped, loss_of):
+        """Begin a step; before the first one, measure the noise. loss_of(pack) is the share of the loss to train on."""
+        self.begin(step)
+
+        def passes():
+            for i, pack in enumerate(packs):
+                with parallel.synchronize(wrapped, last=i == len(packs) - 1), self.micro_batch(pack):
+                    loss = loss_of(pack)
+                    loss.backward()
+                    self.scalar("loss", "loss", loss.detach(), True, "")
+            super(RunTrace, self).gradients()
+            wrapped.zero_grad()
+
+        self.measure_floor(passes)
+        self.facts = {"batch": [step * self.config.batch_size, self.config.batch_size, self.samples]}
+
+    @contextlib.contextmanager
+    def micro_batch(self, pack):
+        """Around the forward and backward of a train.Pack."""
+        if not self.going or not pack.positions:  # the empty pack holds nothing that counts
+            yield
+            return
+        patch = math.prod(self.model.config.patch_size)
+        lengths = [math.prod(x.shape[1:]) // patch for x in pack.targets]
+        here = -(-sum(lengths) // self.layout.sp)
+        rows = {str(p): row_ids([p], 0, 1)[0] for p in pack.positions}
+        rows["samples"] = torch.cat(list(rows.values()))
+        rows["tokens"] = pack_rows(pack.positions, lengths, self.layout.sp_rank * here, here)
+        self.current = pack
+        with self.pack(**rows):
+            self.inputs(pack)
+            yield
+
+    def inputs(self, pack):
+        for i, position in enumerate(pack.positions):
+            values = {"positions": position, "samples": pack.samples[i], "latents": pack.clean[i], "text": pack.text[i]}
+            values |= {"timesteps": pack.timesteps[i], "noise": pack.noise[i], "noised latents": pack.latents[i]}
+            values |= {"target": pack.targets[i], "weights": pack.weights[i]}
+            for name, value in values.items():
+                value = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64)
+                self.add("input", name, value.reshape(1, -1), str(position), self.one, "sp")
+            digest = hashlib.blake2b(pack.noise[i].flatten()[:64].to(torch.float32).numpy().tobytes(), digest_size=8)
+            self.facts.setdefault("samples", []).append([position, pack.samples[i], digest.hexdigest()])
+
+    def enter_model(self, model, args, kwargs):
+        """What reached the model; and from here on, its seam is watched."""
+        if not self.going or self.rows is None:
+            return None
+        latents, timesteps, text = args
+        given = {"model.latents": latents, "model.timesteps": timesteps, "model.text": text}
+        for name, values in given.items():
+            for position, value in zip(self.current.positions, values, strict=True):
+                value = torch.as_tensor(value)
+                self.add("forward", name, value.reshape(1, -1), str(position), self.one, "sp")
+        latents = [self.jiggle(x) for x in latents]
+        return (latents, timesteps, text), kwargs | {"sp": WatchedSeam(kwargs["sp"], self)}
+
+    def enter_block(self, i: int, x, time, text, image, rope, pack):
+        if not self.going or self.rows is None or self.backward_began:
+            return None
+        self.block = i
+        if i > 0:
+            return None
+        self.facts.setdefault("tokens", []).append([len(x), sum(pack.lengths)])
+        self.add("forward", "rotary", torch.cat(rope, -1), "tokens")
+        x = self.tap("tokens", x, "tokens")
+        time = self.tap("modulation", time, "samples", self.one, "sp")
+        text = self.tap("text", text, "samples", self.one, "sp")
+        return x, time, text, image, rope, pack
+
+    def gradients(self, losses: list[Tensor] = (), loss: float = 0.0):
+        """losses: this rank's shares, which are differentiated; loss: what is reported."""
+        for share in losses if self.going else ():
+            self.scalar("loss", "loss", share, True, "")
+        if self.going:
+            self.scalar("loss", "reported loss", loss)
+        super().gradients()
+
+    def finish(self, norm: float):
+        """After the optimizer's step."""
+        if self.going:
+            rates = [group["lr"] for group in self.optimizer.param_groups]
+            due = self.schedule(self.config, self.number)
+            self.facts["lr"] = [max(rates, key=lambda rate: abs(rate - due)), due]
+            self.updated(**{"gradient norm": norm, "learning rate": rates[0]})
+            self.end()
+
+
+class WatchedSeam:
+    """The model's seam, with q, k, v and the attention's output recorded as they pass."""
+
+    def __init__(self, seam, trace: RunTrace):
+        self.seam, self.trace, self.shard, self.gather = seam, trace, seam.shard, seam.gather
+
+    @torch.compiler.disable
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
+        name = f"blocks.{self.trace.block}"
+        q, k, v = (self.trace.tap(f"{name}.{what}", x, "tokens") for what, x in (("q", q), ("k", k), ("v", v)))
+        return self.trace.tap(f"{name}.attention", self.seam.attention(q, k, v, lengths), "tokens")
+
+
+class NoTrace:
+    """What the loop calls without --trace: nothing."""
+
+    def start(self, *args):
+        pass
+
+    gradients = finish = start
+
+    def micro_batch(self, pack):
+        return contextlib.nullcontext()
+
+
+def trace_of(config, *args):
+    return RunTrace(config, *args) if config.trace else NoTrace()
+
+
+def content_of(dataset) -> str:
+    """A name for the data: the cache's keys follow from the files' contents, the clips' geometry and the encoders."""
+    files = [*(f for files in dataset.latent_files for f in files), *dataset.text_files]
+    return hashlib.blake2b(" ".join(f.stem for f in files).encode(), digest_size=8).hexdigest()
+
+
+def parse_steps(text: str) -> set[int] | None:
+    """ "0-3,100" as a set of steps; empty: all (None)."""
+    if not text:
+        return None
+    parts = [part.split("-") for part in text.split(",")]
+    if not all(len(p) <= 2 and all(n.isdigit() for n in p) for p in parts):
+        raise ValueError(f"--trace-steps {text}: give steps and ranges, as in 0-3,100")
+    return {n for p in parts for n in range(int(p[0]), int(p[-1]) + 1)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Layouts against one process
+
+
+@dataclass
+class Rehearsal:
+    """A short run of train.main on a layout of its own (one process inside a group of many, for instance), with data
+    that is at hand and a model that is cut down."""
+
+    layout: parallel.Layout
+    dataset: object
+    layers: int
+
+    def cut(self, model):
+        """Keep the first blocks; and a head of zeros, which would keep every gradient from them, gets values."""
+        del model.blocks[self.layers :]
+        if not model.head.head.weight.any():
+            torch.nn.init.normal_(model.head.head.weight, std=0.1)
+
+
+class Cropped:
+    """A dataset whose latents are cut to at most so many frames, rows and columns each: float64 is slow on a GPU."""
+
+    def __init__(self, dataset, frames: int = 5, edge: int = 16):
+        self.dataset, self.frames, self.edge = dataset, frames, edge
+        self.latent_files, self.text_files = dataset.latent_files, dataset.text_files
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getattr__(self, name):
+        return getattr(self.dataset, name)  # variants, text, empty_text
+
+    def shape(self, index: int):
+        c, f, h, w = self.dataset.shape(index)
+        return c, min(f, self.frames), min(h, self.edge), min(w, self.edge)
+
+    def latents(self, index: int, variant: int) -> Tensor:
+        _, f, h, w = self.shape(index)
+        return self.dataset.latents(index, variant)[:, :f, :h, :w].contiguous()
+
+
+class MadeUp:
+    """Random latents of sizes that nothing divides, images among them: 45, 20, 9, 5 and 14 tokens, with prompts."""
+
+    SHAPES = ((3, 6, 10), (2, 10, 4), (1, 6, 6), (1, 2, 10), (1, 4, 14))
+
+    def __init__(self, wan):
+        channels, (pt, _, _) = wan.in_dim, wan.patch_size
+        g = torch.Generator().manual_seed(0)
+        self.items = [torch.randn(channels, f * pt, h, w, generator=g) for f, h, w in self.SHAPES]
+        self.texts = [torch.randn(2 + i, wan.text_dim, generator=g) for i in range(len(self.items))]
+        self.empty_text = torch.randn(1, wan.text_dim, generator=g)
+        self.latent_files, self.text_files = [[Path("made up")]], []
+
+    def __len__(self):
+        return len(self.items)
+
+    def shape(self, index: int):
+        return self.items[index].shape
+
+    def variants(self, index: int) -> int:
+        return 1
+
+    def latents(self, index: int, variant: int) -> Tensor:
+        return self.items[index]
+
+    def text(self, index: int) -> Tensor:
+        return self.texts[index]
+
+
+def rehearse(main, config, layout, dataset, layers: int, stops=()):
+    """Run config traced on a layout, which may be that of one process; stopped and resumed after each step in stops."""
+    layout.on_rank_0(partial(shutil.rmtree, ignore_errors=True), Path("runs") / config.run)
+    for i, steps in enumerate((*stops, config.steps)):
+        part = dataclasses.replace(config, resume="latest" if i else "", steps=steps, save_every=steps if stops else 0)
+        main(part, rehearsal=Rehearsal(layout, dataset, layers))
+
+
+def verify_layout(main, config, layout, dataset, layers: int = 2):
+    """Raise ValueError with diff's verdict unless this layout computes what one process does: two blocks of the run's
+    model, its first samples (large ones cropped), forward, backward and one update in float64."""
+    if layout.world == 1:
+        return
+    small = dataclasses.replace(
+        config,
+        steps=1,
+        precision="fp64",
+        batch_size=min(config.batch_size, max(4, 2 * layout.dp)),
+        trace=True,
+        trace_steps="",
+        verify_layout=False,
+        sample=False,
+        resume="",
+        save_every=0,
+        compile=False,
+        ema=0.0,
+    )
+    names = [f"{config.run}/verify/{name}" for name in ("one-process", "this-layout")]
+    one = dataclasses.replace(small, run=names[0], pack_tokens=0, shard="none", recompute="none")
+    layout.on_rank_0(lambda: rehearse(main, one, parallel.Layout(device=layout.device), Cropped(dataset), layers))
+    rehearse(main, dataclasses.replace(small, run=names[1]), layout, Cropped(dataset), layers)
+    verdict = layout.on_rank_0(lambda: diff(*(Path("runs") / name for name in names)))
+    if verdict.code:
+        raise ValueError(f"--verify-layout: this layout does not compute what one process does. {verdict.text}")
+    if layout.rank == 0:
+        worst = ", ".join(f"{phase} {verdict.worst[phase]:.0e}" for phase in ("loss", "gradient", "parameter"))
+        print(f"layout verified against one process in float64: {worst}", flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The layout matrix
+
+
+@dataclass(frozen=True)
+class Check:
+    model: str = "demo"  # preset, see CONFIGS in model.py
+    layers: int = 2  # blocks that are kept of it
+    checkpoint: str = "scratch"  # its weights: a file, a folder, or "scratch"
+    data: str = ""  # folder or manifest; empty: made-up latents of sizes that nothing divides
+    vae: str = ""  # for --data: weights of the VAE; empty: the demo's
+    text_encoder: str = ""  # for --data: weights of the umT5 encoder; empty: the demo's
+    tokenizer: str = ""  # for --data: SentencePiece file; empty: the demo's
+    cache: str = "cache"  # folder of encoded latents and text
+    precision: Literal["fp64", "fp32", "bf16"] = "fp64"  # the others have a noise floor to be judged by
+    steps: int = 4  # optimizer steps, over more than one epoch of the made-up data
+    resume_after: int = 2  # every layout is stopped and resumed after this step; 0: never
+    batch_size: int = 4  # samples per step
+    seed: int = 0  # of weights, noise and order
+    run: str = "check"  # traces stay in runs/RUN
+
+
+def check(options: Check) -> int:
+    """Train every layout of this world for a few steps and compare it with one process; 0 if all are equal, else 1."""
+    import train  # to run it whole; nothing else in the project imports the trainer
+
+    rank, world = parallel.world_from_torchrun()
+    heads = CONFIGS[options.model].num_heads
+    shared = {k: v for k, v in dataclasses.asdict(options).items() if k not in ("layers", "resume_after")}
+    if not options.data:  # then these files are not read
+        shared |= dict.fromkeys(("vae", "text_encoder", "tokenizer"), "scratch")
+    base = train.Config(
+        **shared,
+        warmup_steps=0,
+        lr_schedule="constant",
+        max_grad_norm=0.1,
+        caption_dropout=0.3,
+        sample=False,
+        trace=True,
+    )
+    everyone = parallel.start()
+    dataset = MadeUp(CONFIGS[options.model])
+    if options.data:
+        paths = train.check(base)
+        components = train.sample.load_components(base, paths, everyone.device)
+        dataset = Cropped(train.load_dataset(base, paths, components, everyone))
+    compare = Comparison(train.main, base, dataset, options.layers, everyone)
+    compare.reference()
+    longest = max(
+        math.prod(dataset.shape(i)[1:]) // math.prod(CONFIGS[options.model].patch_size) for i in range(len(dataset))
+    )
+    stops = (options.resume_after,) if 0 < options.resume_after < options.steps else ()
+    for case in cases_of(world, heads, longest):
+        compare.layout(case, stops)
+    parallel.stop()
+    return max(verdict.code for verdict in compare.verdicts) if rank == 0 else 0
+
+
+def cases_of(world: int, heads: int, longest: int) -> list[dict]:
+    """Options of each layout of this world under each sharding; packs and recomputation vary over the grid."""
+    splits = [
+        (u, r) for u in range(1, world + 1) for r in range(1, world + 1) if world % (u * r) == 0 and heads % u == 0
+    ]
+    cases = []
+    for i, (ulysses, ring) in enumerate(splits):
+        for j, shard in enumerate(("none", "grads", "full") if world > 1 else ("none",)):
+            limit = -(-longest // (ulysses * ring)) if (i + j) % 2 else 0
+            recompute = "block" if (i + j) % 3 == 1 else "none"
+            cases.append(dict(ulysses=ulysses, ring=ring, shard=shard, pack_tokens=limit, recompute=recompute))
+    return cases
+
+
+class Comparison:
+    """Runs cases against one reference, which rank 0 computes alone, and prints a line for each."""
+
+    def __init__(self, main, base, dataset, layers: int, everyone: parallel.Layout):
+        self.main, self.base, self.dataset, self.layers, self.everyone = main, base, dataset, layers, everyone
+        self.verdicts = []
+
+    def rehearse(self, run: str, layout, stops=(), **changes):
+        config = dataclasses.replace(self.base, run=f"{self.base.run}/{run}", **changes)
+        rehearse(self.main, config, layout, self.dataset, self.layers, stops)
+
+    def reference(self):
+        alone = parallel.Layout(device=self.everyone.device)
+        self.everyone.on_rank_0(partial(self.rehearse, "one-process", alone))
+
+    def layout(self, case: dict, stops) -> None:
+        layout = parallel.start(case["ulysses"], case["ring"])
+        name = f"dp{layout.dp}-u{case['ulysses']}-r{case['ring']}-{case['shard']}"
+        name += "-packs" * bool(case["pack_tokens"]) + "-recompute" * (case["recompute"] == "block")
+        self.rehearse(name, layout, stops, **case)
+        if self.everyone.rank == 0:
+            folder = Path("runs") / self.base.run
+            verdict = diff(folder / "one-process", folder / name)
+            self.verdicts.append(verdict)
+            if verdict.code:
+                print(f"{name:36} {verdict}", flush=True)
+            else:
+                errors = "  ".join(f"{p} {verdict.worst[p]:.1e}" for p in ("loss", "gradient", "parameter"))
+                print(f"{name:36} equal       {errors}", flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Diff:
+    plot: str = ""  # write a page (.html) with both loss curves and a map of the differences
+
+
+def command(argv: list[str]) -> int:
+    if argv[:1] == ["check"]:
+        return check(parse(Check, argv[1:], __doc__))
+    if argv[:1] == ["diff"] and len(argv) > 2:
+        options = parse(Diff, argv[3:], __doc__)
+        verdict = diff(argv[1], argv[2], everything=bool(options.plot))
+        if options.plot:
+            write_page(Path(options.plot), verdict)
+        print(verdict)
+        return verdict.code
+    raise ValueError(
+        "usage: parity.py diff RUN_A RUN_B [--plot FILE], or torchrun ... parity.py check; --help after these"
+    )
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(command(sys.argv[1:]))
+    except (ValueError, RuntimeError, OSError) as error:
+        exit_with("parity.py", error, parallel.world_from_torchrun()[0])
