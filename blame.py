@@ -99,7 +99,9 @@ class Walk:
         precisions = {a.about["precision"], b.about["precision"]}
         self.eps = max(EPS[p] for p in precisions)
         self.stored = EPS["float64"] if precisions == {"float64"} else EPS["float32"]  # of weights, and of sketches
-        self.floor = {k: max(a.floor.get(k, 0.0), b.floor.get(k, 0.0)) for k in a.floor.keys() | b.floor.keys()}
+        # Of two runs in one precision the quieter says what the noise is: a fault may well be noisy itself.
+        choose = min if len(precisions) == 1 else max
+        self.floor = {k: choose(a.floor.get(k, 0.0), b.floor.get(k, 0.0)) for k in a.floor.keys() & b.floor.keys()}
         self.usual = {}  # the median of each phase, for entries whose own noise was small by luck
         for phase in PHASES:
             values = sorted(v for k, v in self.floor.items() if k.startswith(phase + "/"))
@@ -119,11 +121,11 @@ class Walk:
         """The rows of a step that both have, in causal order."""
         one, two = self.a.step(number)["entries"], self.b.step(number)["entries"]
         # What a process starts from has "start" entries. The other run may have been under way: it has its last step's.
-        if any(phase == "start" for phase, _ in one.keys() | two.keys()):
-            for name, last in self.weights.items():
-                for entries, kept in ((one, last.x), (two, last.y)):
-                    if last.step == number and not any(phase == "start" for phase, _ in entries):
-                        entries["start", name] = kept
+        begun = [any(phase == "start" for phase, _ in entries) for entries in (one, two)]
+        for name, last in self.weights.items() if any(begun) else ():
+            for entries, has, kept in ((one, begun[0], last.x), (two, begun[1], last.y)):
+                if not has and last.step == number:
+                    entries["start", name] = kept
         keys = list(one) + [key for key in two if key not in one]
         rows, weights = [], {}
         for phase, name in sorted(keys, key=lambda key: PHASES.index(key[0])):
@@ -335,6 +337,9 @@ def place_of(e: Evidence) -> str:
     if phase == "loss":
         return "loss" if name == "loss" else "reported loss"
     if phase == "backward":
+        if e.first and e.first.note == "only in A":  # nothing came back to what made it
+            made = FORWARD.get(block[2] if block else name, name)
+            return f"{block[1]}: backward of {made}" if block else f"backward of {made}"
         if block:
             return f"{block[1]}: backward of {BACKWARD.get(block[2], block[2])}"
         return f"backward of {BACKWARD.get(name, name)}"
@@ -475,7 +480,7 @@ SIGNATURES: list[Signature] = [
     (lambda e: e.phase == "loss" and e.name != "loss", "only the number that is printed is wrong; gradients are not"),
     (
         lambda e: e.phase in ("gradient", "partial") and e.is_factor(1 / e.world) and e.same("backward"),
-        f"the reduction averages over the world where a sum is due (a DDP or FSDP default)",
+        "the reduction averages over the world where a sum is due (a DDP or FSDP default)",
     ),
     (
         lambda e: e.phase in ("gradient", "partial") and e.is_factor(1 / e.sp) and e.same("backward"),

@@ -82,10 +82,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def attend_each(q: Tensor, k: Tensor, v: Tensor, q_lengths: list[int], k_lengths: list[int]) -> Tensor:
     """`attend` for several samples laid end to end: sample i owns q_lengths[i] queries and k_lengths[i] keys."""
-    if len(q_lengths) == 1:
-        return attend(q, k, v)
     samples = zip(q.split(q_lengths), k.split(k_lengths), v.split(k_lengths), strict=True)
-    return torch.cat([attend(*sample) if len(sample[0]) else sample[0] for sample in samples])
+    return join(attend(*sample) if len(sample[0]) else sample[0] for sample in samples)
 
 
 class Local:
@@ -247,23 +245,19 @@ class ModulatedNorm(torch.autograd.Function):
         normed, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], None, None, eps)
         ctx.save_for_backward(x, scale, mean, rstd)
         ctx.runs = runs
-        out = torch.empty_like(x)
-        for row, here in spans(runs):
-            out[here] = torch.addcmul(shift[row], normed[here], 1 + scale[row])
-        return out
+        return join(torch.addcmul(shift[r], normed[here], 1 + scale[r]).to(x.dtype) for r, here in spans(runs))
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, scale, mean, rstd = ctx.saved_tensors
-        grad_normed, grad_shift, grad_scale = torch.empty_like(x), torch.zeros_like(scale), torch.zeros_like(scale)
-        for row, here in spans(ctx.runs):
+        grad_shift, grad_scale = torch.zeros_like(scale), torch.zeros_like(scale)
+        for r, here in spans(ctx.runs):
             g = at_least_float32(grad[here])
-            grad_normed[here] = g * (1 + scale[row])
-            grad_shift[row] += g.sum(0)
-            grad_scale[row] += ((x[here] - mean[here]) * rstd[here] * g).sum(0)
-        grad_x = torch.ops.aten.native_layer_norm_backward(
-            grad_normed, x, x.shape[-1:], mean, rstd, None, None, [True, False, False]
-        )[0]
+            grad_shift[r] += g.sum(0)
+            grad_scale[r] += ((x[here] - mean[here]) * rstd[here] * g).sum(0)
+        normed = join((grad[here] * (1 + scale[r])).to(x.dtype) for r, here in spans(ctx.runs))
+        layer_norm_backward = torch.ops.aten.native_layer_norm_backward
+        grad_x = layer_norm_backward(normed, x, x.shape[-1:], mean, rstd, None, None, [True, False, False])[0]
         return grad_x, grad_shift, grad_scale, None, None
 
 
@@ -274,19 +268,15 @@ class GatedAdd(torch.autograd.Function):
     def forward(ctx, x: Tensor, y: Tensor, gate: Tensor, runs: list[tuple[int, int]]) -> Tensor:
         ctx.save_for_backward(y, gate)
         ctx.runs = runs
-        out = torch.empty_like(x)
-        for row, here in spans(runs):
-            out[here] = torch.addcmul(x[here], y[here], gate[row])
-        return out
+        return join(torch.addcmul(x[here], y[here], gate[r]).to(x.dtype) for r, here in spans(runs))
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         y, gate = ctx.saved_tensors
-        grad_y, grad_gate = torch.empty_like(y), torch.zeros_like(gate)
-        for row, here in spans(ctx.runs):
-            grad_y[here] = grad[here] * gate[row]
-            grad_gate[row] += (at_least_float32(grad[here]) * y[here]).sum(0)
-        return grad, grad_y, grad_gate, None
+        grad_gate = torch.zeros_like(gate)
+        for r, here in spans(ctx.runs):
+            grad_gate[r] += (at_least_float32(grad[here]) * y[here]).sum(0)
+        return grad, join((grad[here] * gate[r]).to(y.dtype) for r, here in spans(ctx.runs)), grad_gate, None
 
 
 def spans(runs: list[tuple[int, int]]):
@@ -295,6 +285,12 @@ def spans(runs: list[tuple[int, int]]):
     for row, count in runs:
         yield row, slice(start, start + count)
         start += count
+
+
+def join(parts) -> Tensor:
+    """Tensors laid end to end; a single one as it is."""
+    parts = list(parts)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class SelfAttention(nn.Module):

@@ -65,9 +65,8 @@ class RunTrace(Trace):
         identity["weights"] = Path(config.checkpoint).name or "the demo's"
         about = {"identity": identity, "precision": PRECISIONS[config.precision]}
         about |= {"layout": {k: v for k, v in what.items() if k in LAYOUT_OPTIONS}}
-        super().__init__(
-            model, run / "trace", {}, optimizer, about, layout.sp, layout.world, parse_steps(config.trace_steps)
-        )
+        where, group, steps = run / "trace", layout.patient_group, parse_steps(config.trace_steps)
+        super().__init__(model, where, {}, optimizer, about, layout.sp, layout.world, steps, group)
         self.config, self.layout, self.schedule, self.samples = config, layout, schedule, len(dataset)
         self.one = layout.sp_rank == 0  # of what a sequence-parallel group has alike, its first rank's counts
         self.model.register_forward_pre_hook(self.enter_model, with_kwargs=True)
@@ -77,6 +76,8 @@ class RunTrace(Trace):
                 lambda m, args, out, i=i: self.tap(f"blocks.{i}.cross", out, "tokens")
             )
             block.register_forward_hook(lambda m, args, out, i=i: self.tap(f"blocks.{i}.out", out, "tokens"))
+        for name, module in (("text", self.model.text_embedding), ("modulation", self.model.time_projection)):
+            module.register_forward_hook(lambda m, args, out, name=name: self.tap(name, out, "samples", self.one, "sp"))
         self.model.head.register_forward_hook(lambda m, args, out: self.tap("prediction", out, "tokens"))
 
     def start(self, step: int, packs, wrapped, loss_of):
@@ -145,8 +146,6 @@ class RunTrace(Trace):
         self.facts.setdefault("tokens", []).append([len(x), sum(pack.lengths)])
         self.add("forward", "rotary", torch.cat(rope, -1), "tokens")
         x = self.tap("tokens", x, "tokens")
-        time = self.tap("modulation", time, "samples", self.one, "sp")
-        text = self.tap("text", text, "samples", self.one, "sp")
         return x, time, text, image, rope, pack
 
     def gradients(self, losses: list[Tensor] = (), loss: float = 0.0):
@@ -186,7 +185,7 @@ class NoTrace:
     def start(self, *args):
         pass
 
-    gradients = finish = start
+    gradients = finish = end = start
 
     def micro_batch(self, pack):
         return contextlib.nullcontext()
@@ -259,10 +258,10 @@ class MadeUp:
 
     SHAPES = ((3, 6, 10), (2, 10, 4), (1, 6, 6), (1, 2, 10), (1, 4, 14))
 
-    def __init__(self, wan):
+    def __init__(self, wan, shapes=SHAPES):
         channels, (pt, _, _) = wan.in_dim, wan.patch_size
         g = torch.Generator().manual_seed(0)
-        self.items = [torch.randn(channels, f * pt, h, w, generator=g) for f, h, w in self.SHAPES]
+        self.items = [torch.randn(channels, f * pt, h, w, generator=g) for f, h, w in shapes]
         self.texts = [torch.randn(2 + i, wan.text_dim, generator=g) for i in range(len(self.items))]
         self.empty_text = torch.randn(1, wan.text_dim, generator=g)
         self.latent_files, self.text_files = [[Path("made up")]], []

@@ -96,14 +96,16 @@ class Trace:
     about      what the run is: two runs are comparable where their "identity" is equal; "precision" is its dtype
     sp         ranks of a sequence-parallel group, which are neighbours: they work on the same samples
     world      1 for a run that this process does alone, though it is a member of a process group
+    steps      the numbers of the steps to record; None: all
+    group      a gloo group of all ranks, if there is one
     """
 
-    def __init__(self, model, folder=None, taps=None, optimizer=None, about=None, sp=1, world=None, steps=None):
+    def __init__(self, model, folder=None, taps=None, optimizer=None, about=None, sp=1, world=None, steps=None, group=None):
         self.model, self.optimizer, self.sp, self.wanted = getattr(model, "module", model), optimizer, sp, steps
         grouped = dist.is_available() and dist.is_initialized()
         self.world = world or (dist.get_world_size() if grouped else 1)
         self.rank = dist.get_rank() if self.world > 1 else 0
-        self.group = dist.new_group(backend="gloo") if self.world > 1 else None
+        self.group = group or (dist.new_group(backend="gloo") if self.world > 1 else None)  # its tensors lie on the CPU
         self.folder, self.steps = Path(folder) if folder else None, []
         self.entries, self.rows, self.facts, self.going, self.jiggling = {}, None, {}, False, False
         self.tables, self.flat, self.last, self.floor = {}, torch.empty(1, 0, dtype=torch.int64), None, {}

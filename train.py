@@ -166,6 +166,7 @@ def main(config: Config, observe=None, rehearsal: "parity.Rehearsal | None" = No
             observe(step, loss, model)
         norm = parallel.clip_gradients(parameters, config.max_grad_norm).item()
         if not (math.isfinite(loss) and math.isfinite(norm)):
+            trace.end()
             raise FloatingPointError(describe_non_finite(step, loss, norm, losses, packs, config, layout))
 
         lr = learning_rate(config, step)

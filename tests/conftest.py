@@ -37,8 +37,11 @@ class Golden:
 
     def config(self, name: str) -> dict:
         """The configuration that a case's weights were made with."""
+        return self.metadata(name, "config")
+
+    def metadata(self, name: str, field: str):
         with safe_open(self.folder / "cases" / f"{name}.safetensors", "pt") as file:
-            return json.loads(file.metadata()["config"])
+            return json.loads(file.metadata()[field])
 
     def keys(self, name: str) -> dict[str, list[int]]:
         """Official checkpoint NAME as {parameter name: shape}, with its per-block entries unfolded."""

@@ -19,6 +19,7 @@ from video import to_pixels, write_mp4, write_png
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = WanConfig(dim=48, ffn_dim=80, num_heads=4, num_layers=2, text_dim=64, text_len=12, freq_dim=16)
+WEIGHTS = {"checkpoint": "dit", "vae": "vae", "text_encoder": "text"}
 # (frames, height, width): two videos of different size and length, two images; 45 + 20 + 9 + 5 = 79 tokens, a prime
 FILES = {"a": (9, 48, 80), "b": (5, 80, 32), "c": (1, 48, 48), "d": (1, 16, 80)}
 
@@ -45,10 +46,7 @@ def prepare(folder: Path):
 
 
 def config(folder: Path, **changes) -> train.Config:
-    options = dict(
-        checkpoint=str(folder / "dit.safetensors"),
-        vae=str(folder / "vae.safetensors"),
-        text_encoder=str(folder / "text.safetensors"),
+    options = {name: str(folder / f"{file}.safetensors") for name, file in WEIGHTS.items()} | dict(
         tokenizer=str(ROOT / "assets" / "tokenizer.model"),
         data=str(folder / "data"),
         cache=str(folder / "cache"),

@@ -27,14 +27,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from demo import COLOURS, DIRECTIONS, GROUNDS, HELD_OUT_SCENES, SHAPES, TRAINING_SCENES, WORDINGS, Scene, draw
 from text_encoder import UMT5_CONFIGS, Tokenizer, UMT5Encoder
-from vae import VAE_CONFIGS, Cache, WanVAE
+from vae import VAE_CONFIGS, Cache, Downsample, ResidualBlock, Upsample, WanVAE
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 WORDS = {"colour": list(COLOURS), "shape": list(SHAPES), "direction": list(DIRECTIONS), "ground": list(GROUNDS)}
 TEXT_LEN = 32  # of the demo DiT
 NOISE = 0.3  # most noise that the decoder learns to forgive, in standard deviations of the latents
-# The VAE's training: steps, clips per step, frames, edge of the square that is cut out of the clip.
-STAGES = ((1000, 12, 5, 32), (300, 2, 17, 64))
+STAGES = ((600, 4, 1), (300, 2, 5), (300, 2, 17))  # the VAE's training: steps, clips per step, frames per clip
 
 
 def make_tokenizer(path: Path) -> None:
@@ -110,29 +109,70 @@ def train_text_encoder(path: Path, tokenizer: Tokenizer, steps: int = 1500, batc
     save_file(encoder.state_dict(), path)
 
 
-def cut_batch(rng: np.random.Generator, pool: list[np.ndarray], clips: int, frames: int, edge: int) -> Tensor:
-    """(S, 3, T, edge, edge) in [-1, 1]: cut-outs of clips of the pool, at a random frame and place. In a quarter of
-    them the colours are permuted and inverted, so that the VAE learns colour and not six colours."""
+def cut_batch(rng: np.random.Generator, pool: list[np.ndarray], clips: int, frames: int) -> Tensor:
+    """(S, 3, T, H, W) in [-1, 1]: clips of the pool from a random frame on. In a quarter of them the colours are
+    permuted and inverted, so that the VAE learns colour and not six colours."""
     batch = []
     for _ in range(clips):
-        video = pool[rng.integers(len(pool))].astype(np.float32) / 127.5 - 1  # (17, 64, 64, 3)
-        t, y, x = (
-            int(rng.integers(whole - part + 1))
-            for whole, part in zip(video.shape[:3], (frames, edge, edge), strict=True)
-        )
-        video = video[t : t + frames, y : y + edge, x : x + edge]  # (T, edge, edge, 3)
+        video = pool[rng.integers(len(pool))]  # (17, H, W, 3)
+        first = int(rng.integers(len(video) - frames + 1))
+        video = video[first : first + frames].astype(np.float32) / 127.5 - 1
         if rng.random() < 0.25:
-            video = video[..., rng.permutation(3)] * rng.choice((-1, 1))
+            video = video[..., rng.permutation(3)] * np.float32(rng.choice((-1, 1)))
         batch.append(np.moveaxis(video, -1, 0))
-    return torch.from_numpy(np.stack(batch).astype(np.float32))
+    return torch.from_numpy(np.stack(batch))
+
+
+def start_weights(vae: WanVAE) -> None:
+    """Weights to train from: every residual block starts as its shortcut, and time passes through: a convolution sees
+    the newest frame alone, halving time keeps every second frame, doubling it repeats each. So the first stage can
+    train on single frames, 17 times as many of them per second, and the later ones begin with a working picture VAE."""
+    for layer in vae.modules():
+        if isinstance(layer, nn.Conv2d | nn.Conv3d):
+            newest = layer.weight.data[:, :, -1:] if isinstance(layer, nn.Conv3d) else layer.weight.data
+            nn.init.zeros_(layer.weight)
+            nn.init.normal_(newest, std=newest[0].numel() ** -0.5)
+            nn.init.zeros_(layer.bias)
+    for layer in vae.modules():
+        if isinstance(layer, ResidualBlock):
+            nn.init.zeros_(layer.residual[-1].weight)
+        if isinstance(layer, Downsample | Upsample) and layer.time_conv is not None:
+            weight = layer.time_conv.weight.data  # (C or 2C, C, 3, 1, 1)
+            nn.init.zeros_(weight)
+            weight[:, :, -1, 0, 0] = torch.eye(weight.shape[1]).repeat(len(weight) // weight.shape[1], 1)
 
 
 def channels_last(module: nn.Module) -> nn.Module:
-    """Lays convolution weights out with their channels innermost, which is twice as fast on a CPU."""
+    """Lays convolution weights out with their channels innermost, which is faster on a CPU."""
     for p in module.parameters():
         if p.ndim >= 4:
             p.data = p.data.contiguous(memory_format=torch.channels_last if p.ndim == 4 else torch.channels_last_3d)
     return module
+
+
+class Muon:
+    """Momentum whose direction is replaced by the nearest orthogonal matrix (Jordan et al. 2024), for convolution
+    kernels as (C', C * window) matrices. After 400 steps on single frames it stood 4.6 dB above AdamW here."""
+
+    def __init__(self, parameters: list[nn.Parameter], momentum: float = 0.9):
+        self.parameters, self.momentum = parameters, momentum
+        self.velocity = [torch.zeros_like(p) for p in parameters]
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        for p, velocity in zip(self.parameters, self.velocity, strict=True):
+            if p.grad is None:  # time convolutions while there are only single frames
+                continue
+            velocity.mul_(self.momentum).add_(p.grad)
+            x = (p.grad + self.momentum * velocity).movedim(1, -1)  # (C', window, C): channels_last order
+            shape, x = x.shape, x.flatten(1)
+            gain = max(1, x.shape[0] / x.shape[1]) ** 0.5
+            x = x / (x.norm() + 1e-7)
+            for _ in range(5):  # Newton-Schulz: drives all singular values towards 1
+                a = x @ x.mT
+                x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+            p.add_(x.view(shape).movedim(-1, 1), alpha=-lr * gain)
+            p.grad = None
 
 
 def latents_of(vae: WanVAE, video: Tensor) -> Tensor:
@@ -143,65 +183,77 @@ def latents_of(vae: WanVAE, video: Tensor) -> Tensor:
 def train_vae(path: Path, report: int = 100) -> None:
     """Reconstruction through noisy latents.
 
-    During training each latent channel has mean 0 and variance 1 over the batch, then noise of a random strength up to
-    NOISE is added. Under a fixed power per channel the encoder can beat the noise only by spreading what it knows
-    evenly and smoothly, so all 16 channels carry something, close latents mean close pictures, and the small errors of
-    a small DiT decode to clean frames: what the KL term does for the released VAE.
+    Each latent channel is brought to mean 0 and variance 1 by running statistics, then noise of a random strength up to
+    NOISE is added, and a small penalty keeps the encoder from outrunning the statistics. With a fixed power per channel
+    it can beat the noise only by spreading what it knows evenly, so all 16 channels carry something, close latents mean
+    close pictures, and a small DiT's small errors decode to clean frames. The released VAE's KL term does the same.
     """
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
-    pool = [draw(scene, rng) for scene in TRAINING_SCENES for _ in range(6)]
-    vae = channels_last(WanVAE(VAE_CONFIGS["demo"]).requires_grad_(True))
+    pool = [draw(scene, rng) for scene in TRAINING_SCENES for _ in range(4)]
+    vae = WanVAE(VAE_CONFIGS["demo"]).requires_grad_(True)
+    start_weights(vae)
+    channels_last(vae)
     average = {name: p.detach().clone() for name, p in vae.named_parameters()}
-    optimizer = torch.optim.AdamW(vae.parameters(), lr=1.0, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
+    kernels = Muon([p for p in vae.parameters() if p.ndim >= 4 and p[0].numel() > 1])
+    matrices = set(map(id, kernels.parameters))
+    others = torch.optim.AdamW(
+        [p for p in vae.parameters() if id(p) not in matrices], betas=(0.9, 0.99), weight_decay=0
+    )
+    mean, var = torch.zeros(2, vae.config.z_dim, 1, 1, 1)
     plan = [stage[1:] for stage in STAGES for _ in range(stage[0])]
-    start = time.time()
-    for step, (clips, frames, edge) in enumerate(plan):
-        for group in optimizer.param_groups:
-            group["lr"] = 3e-3 * min(1, (step + 1) / 50) * (0.02 + 0.98 * math.cos(math.pi / 2 * step / len(plan)) ** 2)
-        video = cut_batch(rng, pool, clips, frames, edge).contiguous(memory_format=torch.channels_last_3d)
+    start = time.process_time()
+    for step, (clips, frames) in enumerate(plan):
+        progress = min(1, (step + 1) / 30) * (0.02 + 0.98 * math.cos(math.pi / 2 * step / len(plan)) ** 2)
+        others.param_groups[0]["lr"] = 3e-3 * progress
+        video = cut_batch(rng, pool, clips, frames).contiguous(memory_format=torch.channels_last_3d)
         latents = latents_of(vae, video + 0.02 * torch.randn_like(video))
-        var, mean = torch.var_mean(latents, (0, 2, 3, 4), correction=0, keepdim=True)
+        new_var, new_mean = torch.var_mean(latents.detach(), (0, 2, 3, 4), correction=0)
+        keep = min(0.99, step / (step + 5))
+        delta = new_mean[:, None, None, None] - mean
+        var = keep * (var + (1 - keep) * delta**2) + (1 - keep) * new_var[:, None, None, None]
+        mean = mean + (1 - keep) * delta
         latents = (latents - mean) * (var + 1e-6).rsqrt()
-        latents = latents + NOISE * torch.rand(clips, 1, 1, 1, 1) * torch.randn_like(latents)
-        error = vae.decoder(vae.conv2(latents), Cache()) - video
-        loss = error.abs().mean() + 4 * error.square().mean()
+        noise = NOISE * torch.rand(clips, 1, 1, 1, 1) * torch.randn_like(latents)
+        error = vae.decoder(vae.conv2(latents + noise), Cache()) - video
+        loss = error.abs().mean() + 4 * error.square().mean() + 1e-3 * latents.square().mean()
         loss.backward()
         nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        decay = min(0.995, step / (step + 20))
+        kernels.step(3e-3 * progress)
+        others.step()
+        others.zero_grad()
+        decay = min(0.99, step / (step + 10))
         for name, p in vae.named_parameters():
             average[name].lerp_(p.detach(), 1 - decay)
         if (step + 1) % report == 0 or step + 1 == len(plan):
-            psnr = save_vae(path, average)
-            print(
-                f"vae {step + 1}/{len(plan)}: loss {loss.item():.4f}, {psnr}, {time.time() - start:.0f} s", flush=True
-            )
+            psnr = save_vae(path, average, mean.flatten(), var.flatten())
+            took = f"{time.process_time() - start:.0f} s of one core"
+            print(f"vae {step + 1}/{len(plan)}: loss {loss.item():.4f}, held-out clips {psnr}, {took}", flush=True)
 
 
 @torch.no_grad()
-def save_vae(path: Path, weights: dict[str, Tensor], clips: int = 24) -> str:
+def save_vae(path: Path, weights: dict[str, Tensor], mean: Tensor, var: Tensor, clips: int = 16) -> str:
     """Normalise the latents, save the weights, and report the PSNR of clips of held-out scenes, plain and with noise.
 
-    The mean and deviation of each latent channel go into the two 1 x 1 x 1 convolutions between encoder and decoder,
-    so this VAE's latents are normalised as they are, and VAE_CONFIGS["demo"] holds zeros and ones. The log-variance,
-    which nothing reads in training, is set to that of the noise.
+    mean and var (z,) are the running statistics that the decoder was trained behind. The latents of a sample of clips
+    get mean 0 and variance 1 by scaling the two 1 x 1 x 1 convolutions between encoder and decoder, so this VAE's
+    latents are normalised as they come, and VAE_CONFIGS["demo"] holds zeros and ones. The log-variance, which nothing
+    has trained, is set to that of the noise.
     """
     vae = WanVAE(VAE_CONFIGS["demo"])
     vae.load_state_dict(weights)
     channels_last(vae)
-    rng = np.random.default_rng(1)
+    rng, z = np.random.default_rng(1), vae.config.z_dim
     seen = [draw(TRAINING_SCENES[i], rng) for i in rng.permutation(len(TRAINING_SCENES))[: 2 * clips]]
     new = [draw(scene, rng) for scene in HELD_OUT_SCENES[:clips]]
     seen, new = (torch.from_numpy(np.stack(x)).movedim(-1, 1) / 127.5 - 1 for x in (seen, new))  # (S, 3, T, H, W)
-    latents = torch.cat([latents_of(vae, part) for part in seen.split(4)])
-    var, mean = torch.var_mean(latents, (0, 2, 3, 4))
-    z, std = vae.config.z_dim, var.sqrt()
-    vae.conv1.weight[:z] /= std[:, None, None, None, None]
-    vae.conv1.bias[:z] = (vae.conv1.bias[:z] - mean) / std
+    found_var, found_mean = torch.var_mean(torch.cat([latents_of(vae, part) for part in seen.split(4)]), (0, 2, 3, 4))
+    scale = found_var.rsqrt()
+    vae.conv1.weight[:z] *= scale[:, None, None, None, None]
+    vae.conv1.bias[:z] = (vae.conv1.bias[:z] - found_mean) * scale
     vae.conv1.weight[z:], vae.conv1.bias[z:] = 0, 2 * math.log(NOISE / 2)
-    # Training decoded normalised latents already, so conv2 stays.
+    vae.conv2.bias += vae.conv2.weight[..., 0, 0, 0] @ ((found_mean - mean) * (var + 1e-6).rsqrt())
+    vae.conv2.weight *= (found_var / (var + 1e-6)).sqrt()[:, None, None, None]
     save_file({name: p.contiguous() for name, p in vae.state_dict().items()}, path)
     results = []
     for noise in (0.0, NOISE):
