@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import os
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -76,7 +77,6 @@ def run(folder: Path, killed_in: int | None = None, **changes) -> dict:
     parameters before every step and at the end. killed_in: the step, from 0, in which the run dies.
     """
     os.chdir(folder)
-    model.CONFIGS["demo"] = TINY
     record = {"loss": [], "grads": [], "digests": [], "params": {}}
 
     def observe(step, loss, module):
@@ -91,7 +91,7 @@ def run(folder: Path, killed_in: int | None = None, **changes) -> dict:
         digest = hashlib.blake2b(b"".join(t.numpy().tobytes() for t in record["params"].values()))
         record["digests"].append(digest.hexdigest())
 
-    with contextlib.suppress(Killed):
+    with contextlib.suppress(Killed), patch.dict(model.CONFIGS, demo=TINY):
         note(train.main(config(folder, **changes), observe))
     return record
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import runs
@@ -42,7 +43,6 @@ def test_the_released_pipeline(golden, solver):
 
 def sampled(folder: Path, out: str, **options) -> torch.Tensor:
     """The videos of a sampling run over the processes of this group, as read back from the files by every rank."""
-    model.CONFIGS["demo"] = runs.TINY
     weights = {name: str(folder / f"{file}.safetensors") for name, file in runs.WEIGHTS.items()}
     config = sample.Config(
         **weights,
@@ -56,7 +56,8 @@ def sampled(folder: Path, out: str, **options) -> torch.Tensor:
         out=str(folder / out),
         **options,
     )
-    sample.main(config)
+    with patch.dict(model.CONFIGS, demo=runs.TINY):
+        sample.main(config)
     return torch.stack([read_mp4(folder / out / f"{i:03d}.mp4") for i in range(3)])
 
 
