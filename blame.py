@@ -100,8 +100,8 @@ class Walk:
         self.eps = max(EPS[p] for p in precisions)
         self.stored = EPS["float64"] if precisions == {"float64"} else EPS["float32"]  # of weights, and of sketches
         # Of two runs in one precision the quieter says what the noise is: a fault may well be noisy itself.
-        choose = min if len(precisions) == 1 else max
-        self.floor = {k: choose(a.floor.get(k, 0.0), b.floor.get(k, 0.0)) for k in a.floor.keys() & b.floor.keys()}
+        choose, floors = min if len(precisions) == 1 else max, [t.floor for t in (a, b) if t.floor]
+        self.floor = {k: choose(f[k] for f in floors if k in f) for k in set().union(*floors)}
         self.usual = {}  # the median of each phase, for entries whose own noise was small by luck
         for phase in PHASES:
             values = sorted(v for k, v in self.floor.items() if k.startswith(phase + "/"))

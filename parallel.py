@@ -451,6 +451,7 @@ def parallelize(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # a sum, where FSDP's default is the mean
+            module.set_force_sum_reduction_for_comms(True)  # else a scaled sum in float32, which gloo lacks
     return model
 
 

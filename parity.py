@@ -68,6 +68,7 @@ class RunTrace(Trace):
         where, group, steps = run / "trace", layout.patient_group, parse_steps(config.trace_steps)
         super().__init__(model, where, {}, optimizer, about, layout.sp, layout.world, steps, group)
         self.config, self.layout, self.schedule, self.samples = config, layout, schedule, len(dataset)
+        self.measures = True  # the noise floor, before the first step
         self.one = layout.sp_rank == 0  # of what a sequence-parallel group has alike, its first rank's counts
         self.model.register_forward_pre_hook(self.enter_model, with_kwargs=True)
         for i, block in enumerate(self.model.blocks):
@@ -93,7 +94,8 @@ class RunTrace(Trace):
             super(RunTrace, self).gradients()
             wrapped.zero_grad()
 
-        self.measure_floor(passes)
+        if self.measures:
+            self.measure_floor(passes)
         self.facts = {"batch": [step * self.config.batch_size, self.config.batch_size, self.samples]}
 
     @contextlib.contextmanager
@@ -191,8 +193,13 @@ class NoTrace:
         return contextlib.nullcontext()
 
 
-def trace_of(config, *args):
-    return RunTrace(config, *args) if config.trace else NoTrace()
+def trace_of(rehearsal, config, run: Path, layout, *args):
+    """The trace of a run. Rehearsals on many processes are judged by the noise that their reference measured."""
+    if not config.trace:
+        return NoTrace()
+    trace = RunTrace(config, run, layout, *args)
+    trace.measures = rehearsal is None or layout.world == 1
+    return trace
 
 
 def content_of(dataset) -> str:

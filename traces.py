@@ -100,7 +100,9 @@ class Trace:
     group      a gloo group of all ranks, if there is one
     """
 
-    def __init__(self, model, folder=None, taps=None, optimizer=None, about=None, sp=1, world=None, steps=None, group=None):
+    def __init__(
+        self, model, folder=None, taps=None, optimizer=None, about=None, sp=1, world=None, steps=None, group=None
+    ):
         self.model, self.optimizer, self.sp, self.wanted = getattr(model, "module", model), optimizer, sp, steps
         grouped = dist.is_available() and dist.is_initialized()
         self.world = world or (dist.get_world_size() if grouped else 1)

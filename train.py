@@ -138,7 +138,7 @@ def main(config: Config, observe=None, rehearsal: "parity.Rehearsal | None" = No
     if config.resume:
         first = checkpoint.load(checkpoint.find(run, config.resume), model, optimizer, ema, layout)
     layout.on_rank_0(open_run, run, config, layout, first)
-    trace = parity.trace_of(config, run, layout, wrapped, optimizer, dataset, learning_rate)
+    trace = parity.trace_of(rehearsal, config, run, layout, wrapped, optimizer, dataset, learning_rate)
 
     # -- The loop.
     clock = Stopwatch(layout.device)

@@ -83,6 +83,23 @@ def test_the_batch_holds_what_the_promise_is_about(folder, references):
     assert abs(references["sgd"]["loss"][0] - references["sgd"]["loss"][1]) > 0.01
 
 
+ROUGH = {  # what rounding may do to a loss of the same precision's one-process run; to float64 it does 4e-7 and 8e-4
+    "fp32": (1e-5, [{"sp": 1, "shard": "grads"}, {"ulysses": 2, "shard": "full"}, {"ring": 2}]),
+    "bf16": (5e-3, [{"sp": 1, "shard": "full"}, {"ulysses": 2, "shard": "grads"}, {"ring": 2}]),
+}
+
+
+def test_rounding_precisions_train_too(folder):
+    """If this goes, the precisions that people train in fail where float64 works (FSDP2 sums them by another route), or
+    differ between layouts by more than their rounding."""
+    cases = [layout | {"precision": precision} for precision, (_, layouts) in ROUGH.items() for layout in layouts]
+    references = {precision: runs.run(folder, precision=precision) for precision in ROUGH}
+    for records in spawn(runs.run_all, 2, folder, cases):
+        for case, record in zip(cases, records, strict=True):
+            difference = runs.worst(record, references[case["precision"]])
+            assert difference["loss"] < ROUGH[case["precision"]][0], (case, difference)
+
+
 RESUMES = {  # [(world, killed in this step or None, options), ...]
     "dp2-then-sp2-full": [(2, 2, {"sp": 1}), (2, None, {"ulysses": 2, "shard": "full"})],
     "full-dp4-then-one": [(4, 1, {"shard": "full"}), (1, None, {})],

@@ -110,16 +110,12 @@ def train_text_encoder(path: Path, tokenizer: Tokenizer, steps: int = 1500, batc
 
 
 def cut_batch(rng: np.random.Generator, pool: list[np.ndarray], clips: int, frames: int) -> Tensor:
-    """(S, 3, T, H, W) in [-1, 1]: clips of the pool from a random frame on. In a quarter of them the colours are
-    permuted and inverted, so that the VAE learns colour and not six colours."""
+    """(S, 3, T, H, W) in [-1, 1]: clips of the pool, each from a random frame on."""
     batch = []
     for _ in range(clips):
         video = pool[rng.integers(len(pool))]  # (17, H, W, 3)
         first = int(rng.integers(len(video) - frames + 1))
-        video = video[first : first + frames].astype(np.float32) / 127.5 - 1
-        if rng.random() < 0.25:
-            video = video[..., rng.permutation(3)] * np.float32(rng.choice((-1, 1)))
-        batch.append(np.moveaxis(video, -1, 0))
+        batch.append(np.moveaxis(video[first : first + frames], -1, 0).astype(np.float32) / 127.5 - 1)
     return torch.from_numpy(np.stack(batch))
 
 
@@ -219,20 +215,20 @@ def train_vae(path: Path, report: int = 100) -> None:
         loss = error.abs().mean() + 4 * error.square().mean() + 1e-3 * latents.square().mean()
         loss.backward()
         nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
-        kernels.step(3e-3 * progress)
+        kernels.step(5e-3 * progress)
         others.step()
         others.zero_grad()
         decay = min(0.99, step / (step + 10))
         for name, p in vae.named_parameters():
             average[name].lerp_(p.detach(), 1 - decay)
         if (step + 1) % report == 0 or step + 1 == len(plan):
-            psnr = save_vae(path, average, mean.flatten(), var.flatten())
+            psnr = save_vae(path, average, mean.flatten(), var.flatten(), clips=32 if step + 1 == len(plan) else 8)
             took = f"{time.process_time() - start:.0f} s of one core"
             print(f"vae {step + 1}/{len(plan)}: loss {loss.item():.4f}, held-out clips {psnr}, {took}", flush=True)
 
 
 @torch.no_grad()
-def save_vae(path: Path, weights: dict[str, Tensor], mean: Tensor, var: Tensor, clips: int = 16) -> str:
+def save_vae(path: Path, weights: dict[str, Tensor], mean: Tensor, var: Tensor, clips: int) -> str:
     """Normalise the latents, save the weights, and report the PSNR of clips of held-out scenes, plain and with noise.
 
     mean and var (z,) are the running statistics that the decoder was trained behind. The latents of a sample of clips
