@@ -7,18 +7,23 @@ Both models run in one process and take turns, so that whatever else the machine
 medians. Memory is the allocator's: its peak on a GPU, the profiler's record of every allocation on a CPU.
 """
 
+import contextlib
 import dataclasses
 import itertools
+import json
 import statistics
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import nn
 
 import flow
+import parallel
 from checkpoint import diffusers_name
 from data import sample_cost
 from model import CONFIGS, WanConfig, WanDiT, patchify
@@ -38,6 +43,7 @@ class Config:
     repeats: int = 7  # timed runs of each
     recompute: bool = False  # run blocks again in the backward
     peer: bool = True  # run diffusers beside it
+    trace: bool = False  # instead: what train.py --trace costs, on the demo's model, batch and clip size
 
 
 def sizes(config: Config) -> WanConfig:
@@ -154,7 +160,35 @@ def peak_of(model: nn.Module, batch) -> float:
     return max(held) / 2**30
 
 
+def trace_cost(config: Config):
+    """Seconds of the demo's step without --trace, with it but at a step that --trace-steps leaves out, and traced."""
+    import parity
+    import train
+
+    alone, wan = parallel.Layout(device=where(config)[0]), CONFIGS["demo"]
+    dataset = parity.MadeUp(wan, ((5, 8, 8),) * 32)
+    scratch = dict.fromkeys(("checkpoint", "vae", "text_encoder", "tokenizer"), "scratch")
+    base = train.Config(**scratch, steps=config.repeats + 2, sample=False, verify_layout=False)
+    medians = {}
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        for name, options in {
+            "off": {},
+            "left out": {"trace": True, "trace_steps": "0"},
+            "on": {"trace": True},
+        }.items():
+            parity.rehearse(train.main, dataclasses.replace(base, run=name, **options), alone, dataset, wan.num_layers)
+            lines = Path(f"runs/{name}/metrics.jsonl").read_text().splitlines()
+            seconds = [sum(json.loads(line)["seconds"].values()) for line in lines]
+            medians[name] = statistics.median(seconds[2:])  # the first step measures the noise floor as well
+        size = sum(file.stat().st_size for file in Path("runs/on/trace").glob("step-000001.*"))
+    off, rest, on = medians["off"], medians["left out"], medians["on"]
+    print(f"demo step {off:.3f} s; with --trace {on:.3f} s: {(on - off) / off:.2f} steps more, {size / 2**20:.1f} MiB")
+    print(f"with --trace, at a step that --trace-steps leaves out: {rest:.3f} s")
+
+
 def main(config: Config):
+    if config.trace:
+        return trace_cost(config)
     wan, batch = sizes(config), inputs(config)
     models = {"picowan": build(config, True)}
     if config.peer:

@@ -2,8 +2,7 @@
 
 Both are walked in causal order: what a step starts from, its inputs, activations, loss, gradients backwards, the
 reduction, the norm, the update. The first entry whose difference exceeds the noise is where the fault shows; what lies
-between it and the last entry that agreed is where the fault is. SIGNATURES at the end of the file turns the pattern of
-differences into likely causes: add yours there.
+between it and the last entry that agreed is where the fault is; causes.py turns the pattern into likely causes.
 
 Tolerances come from the runs themselves. Each trace holds its noise floor: how far every tensor moves when everything
 in the pass is off by a unit in the last place (traces.py, `measure_floor`). A difference is one if it is MARGIN times
@@ -12,8 +11,6 @@ larger. From the second step on the weights themselves differ by noise; the floo
 
 import json
 import math
-import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,9 +18,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from traces import NUMBERS, PHASES, describe, listed
+from causes import SIGNATURES, Evidence, place_of
+from findings import describe, listed
+from traces import NUMBERS, PHASES
 
-MARGIN = 16  # times the noise floor: one sample of noise stands for all, and a sketch has it to 10 %
+MARGIN = 8  # times the noise floor; of clean runs, the largest difference in 63 pairs was 2.6 times it
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 
 
@@ -41,12 +40,15 @@ class Trace:
         stem = self.folder / f"step-{number:06d}"
         tensors = load_file(stem.with_suffix(".safetensors"))
         header = json.loads(stem.with_suffix(".json").read_text())
-        entries = {}
+        entries, sketches, numbers = {}, tensors["sketch"].to(torch.float64), tensors["numbers"].tolist()
         for i, entry in enumerate(header["entries"]):
-            values = dict(zip(NUMBERS, tensors["numbers"][i].tolist(), strict=True))
-            values |= {"sketch": tensors["sketch"][i].to(torch.float64), "ranks": tensors["ranks"][i]}
+            values = dict(zip(NUMBERS, numbers[i], strict=True))
+            values |= {"sketch": sketches[i], "ranks": tensors["ranks"][i]}
             entries[entry["phase"], entry["name"]] = entry | values
         return {"entries": entries, "facts": header["facts"], "findings": header["findings"]}
+
+    def findings(self, number: int) -> list[dict]:
+        return json.loads((self.folder / f"step-{number:06d}.json").read_text())["findings"]
 
 
 def load(path) -> Trace:
@@ -66,8 +68,8 @@ def load(path) -> Trace:
 
 @dataclass
 class Row:
-    """How entry (phase, name) of b differs from a's: |b - a| / |a|, the least-squares factor b ~ factor a, the cosine of
-    the angle between them, and the difference that noise explains."""
+    """How entry (phase, name) of b differs from a's: |b - a| / |a|, the least-squares factor b ~ factor a, the cosine
+    of the angle between them, and the difference that noise explains."""
 
     step: int
     phase: str
@@ -83,12 +85,16 @@ class Row:
         return not self.error <= self.allowed  # a NaN differs
 
 
-def compare(a: Tensor, b: Tensor) -> tuple[float, float, float]:
-    """(|b - a| / |a|, factor, cosine) of two sketches."""
-    aa, bb, ab = a.dot(a).item(), b.dot(b).item(), a.dot(b).item()
-    if aa == 0 or bb == 0:
-        return (0.0, 1.0, 1.0) if aa == bb else (math.inf if aa == 0 else 1.0, 0.0, 0.0)
-    return math.sqrt((b - a).square().sum().item() / aa), ab / aa, ab / math.sqrt(aa * bb)
+def compare(a: Tensor, b: Tensor) -> list[tuple[float, float, float]]:
+    """(|b - a| / |a|, factor, cosine) of each pair of sketches; a and b (n, 256)."""
+    results = []
+    products = torch.stack([(b - a).square().sum(1), (a * a).sum(1), (b * b).sum(1), (a * b).sum(1)], 1)
+    for dd, aa, bb, ab in products.tolist():
+        if aa == 0 or bb == 0:
+            results.append((0.0, 1.0, 1.0) if aa == bb else (math.inf if aa == 0 else 1.0, 0.0, 0.0))
+        else:
+            results.append((math.sqrt(dd / aa), ab / aa, ab / math.sqrt(aa * bb)))
+    return results
 
 
 class Walk:
@@ -127,14 +133,16 @@ class Walk:
                 if not has and last.step == number:
                     entries["start", name] = kept
         keys = list(one) + [key for key in two if key not in one]
-        rows, weights = [], {}
+        both = [key for key in keys if key in one and key in two]
+        pairs = compare(*(torch.stack([entries[key]["sketch"] for key in both]) for entries in (one, two)))
+        measured, rows, weights = dict(zip(both, pairs, strict=True)), [], {}
         for phase, name in sorted(keys, key=lambda key: PHASES.index(key[0])):
             x, y = one.get((phase, name)), two.get((phase, name))
             if x is None or y is None:
                 if phase != "partial":  # which not every sharding shows
                     rows.append(Row(number, phase, name, 1.0, 0.0, 0.0, 0.0, f"only in {'B' if x is None else 'A'}"))
                 continue
-            row = Row(number, phase, name, *compare(x["sketch"], y["sketch"]), self.allowed(phase, name))
+            row = Row(number, phase, name, *measured[phase, name], self.allowed(phase, name))
             for key in ("nans", "infinities"):
                 if bool(x[key]) != bool(y[key]):
                     row.error, row.note = math.inf, f"{key} in {'A' if x[key] else 'B'}"
@@ -147,7 +155,8 @@ class Walk:
                     self.weights[name] = weights[name]
             rows.append(row)
         self.weights |= weights
-        errors = [row.error for row in rows if row.phase == "parameter" and math.isfinite(row.error)]
+        # A difference that is a fault excuses nothing of what comes after it.
+        errors = [row.error for row in rows if row.phase == "parameter" and not row.differs]
         self.drift = max([1.0] + [error / self.eps for error in errors])
         return rows
 
@@ -160,7 +169,7 @@ class Walk:
         updates = step - last.step
         update = ((now - last.x["sketch"]).norm() / now.norm().clamp(min=1e-300)).item()
         noise = math.sqrt(self.usual["gradient"] * self.drift) * update if updates else 0.0
-        return last.row.error + MARGIN * (updates * noise + self.stored)
+        return min(last.row.error, last.row.allowed) + MARGIN * (updates * noise + self.stored)
 
 
 @dataclass
@@ -177,7 +186,7 @@ class Weight:
 
 @dataclass
 class Verdict:
-    """code: 0 equal, 1 different, 2 not comparable. place: where the fault lies; phase and name: where it shows first."""
+    """code: 0 equal, 1 different, 2 not comparable. place: where the fault lies; phase, name: where it shows first."""
 
     code: int
     text: str
@@ -209,7 +218,7 @@ def diff(path_a, path_b, everything: bool = False) -> Verdict:
         new = walk.step(number)
         rows += new
         odd = next((row for row in new if row.differs), None)
-        findings = {side: trace.step(number)["findings"] for side, trace in (("A", a), ("B", b))}
+        findings = {side: trace.findings(number) for side, trace in (("A", a), ("B", b))}
         suspects = [(PHASES.index(f["phase"]), side, f) for side in "AB" for f in findings[side]]
         suspects.sort(key=lambda s: s[0])
         if (odd or suspects) and verdict is None:
@@ -252,139 +261,6 @@ def incomparable(a: Trace, b: Trace) -> str:
     return ""
 
 
-GROUPS = {  # of parameters: the first pattern that fits
-    "patch": "patch_embedding",
-    "time": "time_",
-    "text": "text_embedding",
-    "lora": "lora",
-    "mod": "modulation|scale_shift",
-    "qknorm": "norm_q|norm_k",
-    "cross": "cross_attn|attn2|norm3",
-    "qkv": r"attn\w*\.(to_)?(q|k|v|qkv)\b",
-    "o": r"attn\w*\.(to_)?(o|out|proj)\b",
-    "ffn": "ffn|mlp",
-    "head": "head|proj_out",
-}
-
-
-def group_of(name: str) -> str:
-    return next((group for group, pattern in GROUPS.items() if re.search(pattern, name)), "others")
-
-
-@dataclass
-class Evidence:
-    """All that is known at the first step that differs; what SIGNATURES judge by."""
-
-    a: Trace
-    b: Trace
-    number: int
-    rows: list[Row]  # of the step
-    first: Row | None  # the first that differs
-    suspects: list[tuple]  # (order, "A" or "B", finding), in causal order
-
-    def __post_init__(self):
-        self.finding = self.suspects[0][2] if self.suspects else None
-        if self.first and self.finding and PHASES.index(self.first.phase) < self.suspects[0][0]:
-            self.finding = None
-        if self.finding and self.first and self.finding["phase"] == self.first.phase and self.finding["kind"] in SOFT:
-            self.finding = None  # the difference says more
-        self.kinds = {f["kind"] for _, _, f in self.suspects}
-        self.phase = self.finding["phase"] if self.finding else self.first.phase
-        self.name = self.finding["name"] if self.finding else self.first.name
-        self.world, self.sp = self.b.about["world"], self.b.about["sp"]
-        self.dp = self.world // self.sp
-        one, two = (t.step(self.number)["entries"] for t in (self.a, self.b))
-        sums = {}
-        for (phase, name), x in one.items():
-            if phase == "gradient" and (phase, name) in two:
-                pair = sums.setdefault(group_of(name), [0.0, 0.0, 0.0])
-                p, q = x["sketch"], two[phase, name]["sketch"]
-                for i, value in enumerate((p.dot(p), q.dot(q), p.dot(q))):
-                    pair[i] += value.item()
-        self.groups = {g: (ab / aa, ab / math.sqrt(aa * bb) if bb else 0.0) for g, (aa, bb, ab) in sums.items() if aa}
-        factors = [f for f, _ in self.groups.values()]
-        straight = factors and all(c > 0.99999 for _, c in self.groups.values())
-        alike = straight and max(factors) - min(factors) < 1e-3 * abs(factors[0])
-        self.factor = factors[0] if alike and abs(factors[0] - 1) > 1e-6 else None  # one factor for every gradient
-        self.off = {g for g, (f, c) in self.groups.items() if abs(f - 1) > 1e-4 or c < 0.9999}
-
-    def same(self, phase: str, *names: str) -> bool:
-        """Whether all entries of a phase (or those named) agree."""
-        return not any(r.differs for r in self.rows if r.phase == phase and (not names or r.name in names))
-
-    def has(self, phase: str) -> bool:
-        return any(r.phase == phase for r in self.rows)
-
-    def is_factor(self, *values: float) -> bool:
-        return self.factor is not None and any(v != 1 and abs(self.factor / v - 1) < 2e-3 for v in values)
-
-
-SOFT = ("zero gradient", "no gradient", "local length")
-
-
-def place_of(e: Evidence) -> str:
-    """The module or phase between the last tap that agreed and the first that did not."""
-    phase, name = e.phase, e.name
-    block = re.match(r"(.*?blocks?\.\d+)\.(\w+)$", name) if phase in ("forward", "backward") else None
-    if phase == "start":
-        return "weights at the start" if e.number == 0 else "weights after the resume"
-    if phase == "input":
-        return f"data: {name}"
-    if phase == "forward":
-        if block:
-            return f"{block[1]}: {FORWARD.get(block[2], block[2])}"
-        return FORWARD.get(name, name)
-    if phase == "loss":
-        return "loss" if name == "loss" else "reported loss"
-    if phase == "backward":
-        if e.first and e.first.note == "only in A":  # nothing came back to what made it
-            made = FORWARD.get(block[2] if block else name, name)
-            return f"{block[1]}: backward of {made}" if block else f"backward of {made}"
-        if block:
-            return f"{block[1]}: backward of {BACKWARD.get(block[2], block[2])}"
-        return f"backward of {BACKWARD.get(name, name)}"
-    if phase == "partial" or (phase == "gradient" and not e.has("partial")):
-        if e.factor is not None or (e.kinds & {"no gradient"} and not e.has("partial")):
-            return "gradient reduction" if e.same("backward") else "backward"
-        return f"gradient of {name}"
-    if phase == "gradient":
-        return "gradient reduction"
-    if phase == "norm":
-        return "clipping: gradient norm" if "squared" not in name else "clipping"
-    return {"rate": "learning rate", "parameter": "optimizer update", "moment": "optimizer state"}[phase]
-
-
-# What computes the entry of that name, and what its gradient comes through.
-FORWARD = {
-    "q": "q projection, norm and rotation",
-    "k": "k projection, norm and rotation",
-    "v": "v projection",
-    "attention": "self-attention",
-    "cross": "cross-attention",
-    "out": "residuals, modulation and feed-forward",
-    "prediction": "head",
-    "tokens": "patch embedding",
-    "rotary": "rotary table",
-    "modulation": "time embedding",
-    "text": "text embedding",
-    "model.latents": "latents handed to the model",
-    "model.timesteps": "timesteps handed to the model",
-    "model.text": "text handed to the model",
-}
-BACKWARD = {
-    "q": "self-attention",
-    "k": "self-attention",
-    "v": "self-attention",
-    "attention": "output projection, modulation and what follows it",
-    "cross": "feed-forward and modulation",
-    "out": "what follows the block",
-    "prediction": "the loss",
-    "tokens": "the first block's input",
-    "modulation": "the modulation",
-    "text": "the cross-attention",
-}
-
-
 def judge(e: Evidence, rows: list[Row]) -> Verdict:
     """The verdict in words."""
     place = place_of(e)
@@ -425,113 +301,3 @@ def judge(e: Evidence, rows: list[Row]) -> Verdict:
     return Verdict(
         1, "\n".join(lines), e.number, e.phase, e.name, place, fit.error, factor, fit.cosine, ranks, causes, rows
     )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Signatures: (whether the evidence fits, what it usually is). The first that fits is named first. Add yours here.
-
-Signature = tuple[Callable[[Evidence], bool], str]
-SIGNATURES: list[Signature] = [
-    (
-        lambda e: "ranks disagree" in e.kinds and e.phase == "input" and e.sp > 1,
-        "data, noise or timestep is drawn per process: ranks of a sequence-parallel group must draw for the sample, so key "
-        "the sampler and the generators by dp_rank or by the sample's position, not by the rank",
-    ),
-    (
-        lambda e: "duplicate" in e.kinds and e.name == "noise",
-        "every data-parallel rank (or sample) draws noise from the same seed",
-    ),
-    (
-        lambda e: "duplicate" in e.kinds or "stream" in e.kinds,
-        "the sampler splits by the wrong rank (global instead of data-parallel, or twice), or pads the last batch",
-    ),
-    (lambda e: "same order" in e.kinds, "the sampler's epoch is not set, so every epoch has one order"),
-    (lambda e: "repeat" in e.kinds, "the epoch's end repeats samples, or ranks draw from different permutations"),
-    (
-        lambda e: e.phase == "start" and "ranks disagree" in e.kinds,
-        "weights are initialised from a seed that depends on the rank, or were added after the broadcast (adapters)",
-    ),
-    (
-        lambda e: e.phase == "start" and e.number > 0,
-        "the checkpoint does not hold, or the resume does not restore, this",
-    ),
-    (
-        lambda e: e.phase == "forward" and e.name == "rotary",
-        "positions restart at 0 on every rank, or are built from the local grid; cut the whole pack's table instead",
-    ),
-    (
-        lambda e: e.phase == "forward" and e.name.endswith(".attention"),
-        "attention sees the wrong keys: padding attended to, a remainder dropped, samples of a pack mixed, heads and ranks "
-        "interleaved in the all-to-all, or a ring's merge; vary the token count, the batch and ulysses/ring to separate them",
-    ),
-    (
-        lambda e: e.phase == "forward" and e.name.endswith(".cross"),
-        "cross-attention reads part of the text, or another sample's; text is not to be cut over the sequence-parallel ranks",
-    ),
-    (lambda e: e.phase == "forward" and e.name == "prediction", "head modulation broadcast over the wrong axis"),
-    (
-        lambda e: e.phase == "loss" and e.is_factor(1 / e.sp, e.sp, 1 / e.world, e.world, 1 / e.dp, e.dp),
-        "the loss is averaged or summed over the wrong group: its denominator counts one rank's tokens, or is scaled twice",
-    ),
-    (
-        lambda e: e.phase == "loss" and e.name == "loss" and e.same("forward"),
-        "the loss's denominator: means of unequal parts averaged, padding counted, or a weight lost",
-    ),
-    (lambda e: e.phase == "loss" and e.name != "loss", "only the number that is printed is wrong; gradients are not"),
-    (
-        lambda e: e.phase in ("gradient", "partial") and e.is_factor(1 / e.world) and e.same("backward"),
-        "the reduction averages over the world where a sum is due (a DDP or FSDP default)",
-    ),
-    (
-        lambda e: e.phase in ("gradient", "partial") and e.is_factor(1 / e.sp) and e.same("backward"),
-        "the reduction averages over the sequence-parallel group, or its gather's backward only slices",
-    ),
-    (
-        lambda e: e.phase in ("gradient", "partial") and e.is_factor(e.sp, e.dp, e.world) and e.same("backward"),
-        "gradients are reduced twice, or a gather's backward sums what the reduction sums again",
-    ),
-    (
-        lambda e: e.phase == "gradient" and "ranks disagree" in e.kinds,
-        "these gradients are not reduced over all ranks: reduced over the data-parallel group only, or a parameter outside "
-        "the wrapper (adapters, unwrapped modules)",
-    ),
-    (
-        lambda e: e.phase == "gradient" and e.has("partial") and e.same("partial"),
-        "every rank's own gradient is right and their sum is not: the reduction's group, operation or dtype",
-    ),
-    (
-        lambda e: (
-            e.phase == "backward" and e.name.rsplit(".", 1)[-1] in "qkv" and e.first is not None and e.first.factor == 0
-        ),
-        "the gradient is cut off before the attention: an all-to-all without autograd, or a detach",
-    ),
-    (
-        lambda e: e.phase == "backward" and e.name.rsplit(".", 1)[-1] in "qkv",
-        "the attention's backward: a ring that uses the wrong hop's keys, a local softmax sum or row sum instead of the "
-        "global one, dK and dV that do not come home, or an all-to-all whose backward is not its inverse",
-    ),
-    (lambda e: e.phase == "backward" and e.name == "prediction", "the loss's derivative: a factor, or a detached part"),
-    (
-        lambda e: e.phase == "backward" and e.first is not None and e.first.cosine > 0.9999,
-        "a backward that scales: a gather or a slice whose adjoint has an extra (or lacks a) factor of the group's size",
-    ),
-    (lambda e: "no gradient" in e.kinds, "these parameters are not reached: a detach, a frozen flag, an unused branch"),
-    (lambda e: "zero gradient" in e.kinds, "the gradient is cut off on the way to these parameters"),
-    (lambda e: "not finite" in e.kinds, "overflow: exp without its maximum, a mean over no tokens, or too high a rate"),
-    (
-        lambda e: e.phase == "norm" and "squared" not in e.name,
-        "the norm is that of this rank's shard, or counts replicated gradients more than once",
-    ),
-    (
-        lambda e: e.phase == "norm",
-        "clipping: another coefficient than max_norm / norm, or a different one on each rank",
-    ),
-    (
-        lambda e: e.phase == "rate",
-        "the schedule: counted in other units (micro-batches, or per process), or not restored",
-    ),
-    (
-        lambda e: e.phase in ("parameter", "moment"),
-        "the optimizer: moments not restored or not sharded alike, decay or betas that differ, a group left out",
-    ),
-]

@@ -141,7 +141,7 @@ def demo_clips(count: int, seed: int = 0) -> list[tuple[Scene, str]]:
     return [(scene, scene.caption(int(rng.integers(len(WORDINGS))))) for scene in scenes]
 
 
-def write_demo_set(folder: str | os.PathLike, count: int = 552, seed: int = 0) -> Path:
+def write_demo_set(folder: str | os.PathLike, count: int = 368, seed: int = 0) -> Path:
     """Write the demo set, 0000.mp4 with 0000.txt and so on, and return its folder.
 
     The clips appear all at once, by a rename, so a reader never meets half a set. A folder that already holds this very

@@ -161,6 +161,8 @@ class Solver:
         line = self.first_sigma + torch.arange(steps, dtype=torch.float64) * (-self.first_sigma / steps)
         sigmas = shift_sigmas(line, shift)
         timesteps = sigmas * TIMESTEPS
+        if self.whole_timesteps:  # the official tables keep sigma in float32, which near 1 moves 1 - sigma by 1e-3
+            sigmas = sigmas.to(torch.float32).to(torch.float64)
         self.steps = steps
         self.sigmas = torch.cat([sigmas, sigmas.new_zeros(1)])
         self.timesteps = timesteps.to(torch.int64) if self.whole_timesteps else timesteps

@@ -15,6 +15,7 @@ Parameters carry the official checkpoints' names, so their state dicts load as t
 
 import math
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -75,15 +76,23 @@ CONFIGS = {
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v of one sample; q (n, H, D), k and v (m, H, D) -> (n, H, D)."""
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # (1, H, n, D)
-    return F.scaled_dot_product_attention(q, k, v).squeeze(0).transpose(0, 1)
+    """softmax(q k^T / sqrt(D)) v of S samples of one size; q (S, n, H, D), k and v (S, m, H, D) -> (S, n, H, D)."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (S, H, n, D)
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
 def attend_each(q: Tensor, k: Tensor, v: Tensor, q_lengths: list[int], k_lengths: list[int]) -> Tensor:
-    """`attend` for several samples laid end to end: sample i owns q_lengths[i] queries and k_lengths[i] keys."""
-    samples = zip(q.split(q_lengths), k.split(k_lengths), v.split(k_lengths), strict=True)
-    return join(attend(*sample) if len(sample[0]) else sample[0] for sample in samples)
+    """`attend` for samples laid end to end: sample i owns q_lengths[i] queries and k_lengths[i] keys. Neighbours of the
+    same size share a call; q (n, H, D), k and v (m, H, D) -> (n, H, D)."""
+    parts, i, j = [], 0, 0
+    for (n, m), samples in groupby(zip(q_lengths, k_lengths, strict=True)):
+        S = len(list(samples))
+        mine, theirs = slice(i, i + S * n), slice(j, j + S * m)
+        i, j = mine.stop, theirs.stop
+        if n > 0:
+            group = q[mine].unflatten(0, (S, n)), k[theirs].unflatten(0, (S, m)), v[theirs].unflatten(0, (S, m))
+            parts.append(attend(*group).flatten(0, 1))
+    return join(parts)
 
 
 class Local:

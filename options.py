@@ -8,7 +8,8 @@
 
     parse(Options, ["--steps", "3", "--betas", "0.9", "0.99", "--compile"])
 
-A comment may go on in lines of its own under the field. Tuples take as many values as they have types, or any number
+`field(default=..., metadata={"alias": "name"})` gives an option a second name. A comment may go on in lines of its own
+under the field. Tuples take as many values as they have types, or any number
 where they are tuple[T, ...]. An unknown option is an error that names the nearest; so is one given twice.
 """
 
@@ -33,15 +34,15 @@ def parse(cls, argv: list[str], description: str = ""):
     helps, hints = comments(cls), typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         kind, many = value_type(hints[field.name])
-        flag = "--" + field.name.replace("_", "-")
+        flags = ["--" + name.replace("_", "-") for name in (field.name, field.metadata.get("alias")) if name]
         required = field.default is dataclasses.MISSING
         keywords = {"help": helps[field.name] or " ", "default": None if required else field.default}
         if kind is bool:
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, **keywords)
+            parser.add_argument(*flags, action=argparse.BooleanOptionalAction, **keywords)
         elif typing.get_origin(kind) is typing.Literal:
-            parser.add_argument(flag, choices=typing.get_args(kind), required=required, **keywords)
+            parser.add_argument(*flags, choices=typing.get_args(kind), required=required, **keywords)
         else:
-            parser.add_argument(flag, type=kind, nargs=many, required=required, **keywords)
+            parser.add_argument(*flags, type=kind, nargs=many, required=required, **keywords)
     refuse_strangers(parser, argv)
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(parser.parse_args(argv)).items()}
     return cls(**values)

@@ -73,26 +73,21 @@ class Layout:
             dist.barrier(self.patient_group)
 
     def on_rank_0(self, function, *args):
-        """What function(*args) returns on rank 0, on every rank; what it raises there, raised on every rank."""
-        outcome = [None, None]
+        """What function(*args) returns on rank 0, on every rank. What it raises there is raised there; the other ranks
+        stop with a ValueError."""
+        outcome, failure = [None, None], None
         if self.rank == 0:
             try:
                 outcome[0] = function(*args)
-            except Exception as error:  # handed to the others, then raised below
-                outcome[1] = error
+            except Exception as error:  # raised below, once the others know
+                outcome[1], failure = str(error) or repr(error), error
         if self.world > 1:
             dist.broadcast_object_list(outcome, group=self.patient_group)
+        if failure is not None:
+            raise failure
         if outcome[1] is not None:
-            raise outcome[1]
+            raise ValueError(f"rank 0 failed: {outcome[1]}")
         return outcome[0]
-
-    def first_error(self, error: Exception | None) -> Exception | None:
-        """The error of the lowest rank that has one, on every rank: so that all stop together and none hangs."""
-        if self.world == 1:
-            return error
-        errors = [None] * self.world
-        dist.all_gather_object(errors, error, group=self.patient_group)
-        return next((e for e in errors if e is not None), None)
 
     def sum(self, x: Tensor) -> Tensor:
         """x summed over all ranks, in place."""
@@ -272,8 +267,7 @@ class RingAttention(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros(q.shape, dtype=wide, device=q.device)  # (n, h, D)
         lse = torch.full(q.shape[:2], -math.inf, dtype=wide, device=q.device)  # (n, h)
-        kv = torch.stack((k, v))
-        for hop, kv, _ in travel(kv, group):
+        for hop, kv, _ in travel(torch.stack((k, v)), group):
             for mine, theirs in overlaps(lengths, len(q), hop, group):
                 part, part_lse = flash_forward(q[mine], *kv[:, theirs])
                 merge(out[mine], lse[mine], part, part_lse)
@@ -404,7 +398,7 @@ def plain_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def plain_backward(grad, q, k, v, out, lse) -> list[Tensor]:
-    """`flash_backward` spelled out: P = exp(scores - lse), dS = P * (dP - rowsum(out * dout)); FlashAttention-2, 3.1."""
+    """`flash_backward` spelled out: P = exp(scores - lse), dS = P * (dP - rowsum(out * dout)); FlashAttention-2."""
     scale = q.shape[-1] ** -0.5
     p = (torch.einsum("nhd,mhd->hnm", q, k) * scale - lse.transpose(0, 1).unsqueeze(-1)).exp()
     row = (grad * out).sum(-1).transpose(0, 1).unsqueeze(-1)  # (h, n, 1)

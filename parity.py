@@ -1,7 +1,7 @@
 """Find out why two runs differ, and where.
 
-    python parity.py diff runs/A runs/B --plot map.html              two traced runs (train.py --trace); A is the reference
-    torchrun --nproc-per-node 4 parity.py check                      every layout of 4 processes against one process
+    python parity.py diff runs/A runs/B --plot map.html     two traced runs (train.py --trace); A is the reference
+    torchrun --nproc-per-node 4 parity.py check             every layout of 4 processes against one process
     torchrun --nproc-per-node 4 parity.py check --model wan2.1-t2v-1.3b --layers 2 --data videos --checkpoint W ...
 
 `diff` exits with 0 for equal, 1 for different, 2 for not comparable. A trainer that is not this one uses `Trace` and
@@ -269,9 +269,9 @@ class MadeUp:
         channels, (pt, _, _) = wan.in_dim, wan.patch_size
         g = torch.Generator().manual_seed(0)
         self.items = [torch.randn(channels, f * pt, h, w, generator=g) for f, h, w in shapes]
-        self.texts = [torch.randn(2 + i, wan.text_dim, generator=g) for i in range(len(self.items))]
+        self.texts = [torch.randn(2 + i % 8, wan.text_dim, generator=g) for i in range(len(self.items))]
         self.empty_text = torch.randn(1, wan.text_dim, generator=g)
-        self.latent_files, self.text_files = [[Path("made up")]], []
+        self.latent_files, self.text_files = [[Path(f"made up {shapes}")]], []
 
     def __len__(self):
         return len(self.items)
@@ -347,7 +347,7 @@ class Check:
     resume_after: int = 2  # every layout is stopped and resumed after this step; 0: never
     batch_size: int = 4  # samples per step
     seed: int = 0  # of weights, noise and order
-    run: str = "check"  # traces stay in runs/RUN
+    name: str = "check"  # traces stay in runs/NAME
 
 
 def check(options: Check) -> int:
@@ -356,11 +356,12 @@ def check(options: Check) -> int:
 
     rank, world = parallel.world_from_torchrun()
     heads = CONFIGS[options.model].num_heads
-    shared = {k: v for k, v in dataclasses.asdict(options).items() if k not in ("layers", "resume_after")}
+    shared = {k: v for k, v in dataclasses.asdict(options).items() if k not in ("layers", "resume_after", "name")}
     if not options.data:  # then these files are not read
         shared |= dict.fromkeys(("vae", "text_encoder", "tokenizer"), "scratch")
     base = train.Config(
         **shared,
+        run=options.name,
         warmup_steps=0,
         lr_schedule="constant",
         max_grad_norm=0.1,
@@ -436,7 +437,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Diff:
-    plot: str = ""  # write a page (.html) with both loss curves and a map of the differences
+    plot: str = ""  # write a page (.html, or a .png without words) with both loss curves and a map of the differences
 
 
 def command(argv: list[str]) -> int:
@@ -446,7 +447,7 @@ def command(argv: list[str]) -> int:
         options = parse(Diff, argv[3:], __doc__)
         verdict = diff(argv[1], argv[2], everything=bool(options.plot))
         if options.plot:
-            write_page(Path(options.plot), verdict)
+            write_page(Path(options.plot), verdict, argv[1], argv[2])
         print(verdict)
         return verdict.code
     raise ValueError(

@@ -8,7 +8,7 @@ disagreement, so every rank's own part leaves a fingerprint as well, and what ou
     trace = Trace(model, "runs/x/trace", taps={"blocks.*": "tokens"}, optimizer=optimizer)
     with trace.step(step):
         with trace.pack(tokens=row_ids(samples, first_token, n)):      one for each micro-batch
-            loss = ...; loss.backward(); trace.add("loss", "loss", loss)
+            loss = ...; loss.backward(); trace.loss(loss)
         trace.gradients()                                             before they are clipped
         optimizer.step()
         trace.updated(grad_norm=norm, lr=lr)
@@ -33,7 +33,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from findings import check_facts, check_gradients, check_ranks
+
 BUCKETS = 256
+KEPT = 1 << 24  # elements of which the slots are kept for the next tensor
 NUMBERS = ("count", "squares", "zeros", "nans", "infinities", "largest")
 # A step in the order of cause and effect. "partial" is a parameter's gradient as one rank has it before the reduction.
 PHASES = ("start", "input", "forward", "loss", "backward", "partial", "gradient", "norm", "rate", "parameter", "moment")
@@ -98,10 +101,22 @@ class Trace:
     world      1 for a run that this process does alone, though it is a member of a process group
     steps      the numbers of the steps to record; None: all
     group      a gloo group of all ranks, if there is one
+    share      what a rank's loss counts in the whole: 1 where the ranks' losses add up, 1 / dp where the trainer
+               averages the gradients of data-parallel ranks
     """
 
     def __init__(
-        self, model, folder=None, taps=None, optimizer=None, about=None, sp=1, world=None, steps=None, group=None
+        self,
+        model,
+        folder=None,
+        taps=None,
+        optimizer=None,
+        about=None,
+        sp=1,
+        world=None,
+        steps=None,
+        group=None,
+        share=1.0,
     ):
         self.model, self.optimizer, self.sp, self.wanted = getattr(model, "module", model), optimizer, sp, steps
         grouped = dist.is_available() and dist.is_initialized()
@@ -110,8 +125,9 @@ class Trace:
         self.group = group or (dist.new_group(backend="gloo") if self.world > 1 else None)  # its tensors lie on the CPU
         self.folder, self.steps = Path(folder) if folder else None, []
         self.entries, self.rows, self.facts, self.going, self.jiggling = {}, None, {}, False, False
-        self.tables, self.flat, self.last, self.floor = {}, torch.empty(1, 0, dtype=torch.int64), None, {}
-        self.updates, self.history = 0, {}  # steps traced; position in the stream -> sample
+        self.opened = False
+        self.tables, self.flat, self.last, self.floor = {}, {}, None, {}
+        self.share, self.updates, self.history = share, 0, {}  # steps traced; position in the stream -> sample
         self.parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         shapes = {n: list(p.shape) for n, p in self.parameters.items()}
         self.about = {"identity": {}, "precision": str(next(self.model.parameters()).dtype)[6:]} | (about or {})
@@ -141,7 +157,11 @@ class Trace:
 
     def begin(self, step: int):
         """From here to `end` is step `step`. Where the step before was not traced, the weights it starts from are."""
-        self.going = self.due(step)
+        if not self.opened and self.folder and self.rank == 0:
+            for file in self.folder.glob("step-*"):  # of an older trace, what this run goes on from stays
+                if int(file.stem[5:]) >= step:
+                    file.unlink()
+        self.opened, self.going = True, self.due(step)
         if not self.going:
             return
         self.number, self.entries, self.facts = step, {}, {}
@@ -172,7 +192,7 @@ class Trace:
 
     def tap_gradient(self, name: str, rows: str, grad: Tensor):
         self.backward_began = True
-        self.add("backward", name, grad, rows)
+        self.add("backward", name, grad * self.share, rows)
         return self.jiggle(grad) if self.jiggling else None
 
     def tap_module(self, name: str, rows: str, module, args, out):
@@ -182,7 +202,7 @@ class Trace:
 
     def partial_gradient(self, name: str, grad: Tensor):
         if self.going and not isinstance(grad, DTensor):
-            self.add("partial", name, grad)
+            self.add("partial", name, grad * self.share)
 
     @torch.no_grad()
     def add(self, phase: str, name: str, x: Tensor, rows: str = "whole", counts: bool = True, agree: str = ""):
@@ -190,8 +210,8 @@ class Trace:
         over ranks; of what several ranks have alike, one counts."""
         if not self.going:
             return
-        x, slot = self.place(x.detach(), rows)
-        wide = x.reshape(-1).to(torch.float64)
+        x, ids, first = self.place(x.detach(), rows)
+        shape, wide = x.shape, x.reshape(-1).to(torch.float64)
         squares = wide.dot(wide)
         zeros = wide.numel() - torch.count_nonzero(wide)
         nans = infinities = 0
@@ -203,7 +223,7 @@ class Trace:
             [torch.as_tensor(n, device=wide.device) for n in (wide.numel(), squares, zeros, nans, infinities)]
         )
         largest = wide.abs().amax() if wide.numel() else wide.new_zeros(())
-        sums = torch.cat((sketch(wide, slot), numbers))
+        sums = torch.cat((self.sketch_of(wide.view(shape), ids, first, rows), numbers))
         entry = self.entries.setdefault(
             (phase, name), Entry(phase, agree, torch.zeros_like(sums), torch.zeros_like(largest))
         )
@@ -211,31 +231,42 @@ class Trace:
         entry.largest = torch.maximum(entry.largest, largest)
         entry.counts = counts
 
-    def place(self, x: Tensor, rows: str) -> tuple[Tensor, Tensor]:
-        """The elements of x that this rank has, and their slots."""
-        if rows != "whole":
-            ids = self.rows[rows]
-            n = x.shape[: ids.ndim]
-            if n != ids.shape:  # not the length it should have: take what there is for what it should be
-                ids = torch.cat((ids.reshape(-1), ids.new_full((n.numel(),), -1)))[: n.numel()]
-            key = (rows, n, x[:1].numel())
+    def place(self, x: Tensor, rows: str) -> tuple[Tensor, Tensor, int]:
+        """The elements of x that this rank has, as (n, c), the ids of the rows and the number of the first column."""
+        if rows == "whole":
+            first = 0
+            if isinstance(x, DTensor):  # dim 0 in equal parts, the last ranks' shorter; this rank's starts at `first`
+                part = math.ceil(x.shape[0] / x.device_mesh.size()) if x.ndim else 1
+                first = min(x.device_mesh.get_local_rank() * part, x.shape[0]) * math.prod(x.shape[1:])
+                x = x.to_local()
+            return x.reshape(1, -1), torch.zeros(1, dtype=torch.int64), first
+        ids = self.rows[rows]
+        n = x.shape[: ids.ndim]
+        if n != ids.shape:  # not the length it should have: take what there is for what it should be
+            ids = torch.cat((ids.reshape(-1), ids.new_full((n.numel(),), -1)))[: n.numel()]
+        x, ids = x.reshape(n.numel(), -1), ids.reshape(-1)
+        mine = ids >= 0
+        return (x, ids, 0) if mine.all() else (x[mine.to(x.device)], ids[mine], 0)
+
+    def sketch_of(self, x: Tensor, ids: Tensor, first: int, rows: str) -> Tensor:
+        """(256,) of x (n, c). Slots are kept for the next tensor of the kind; of large ones they are made in parts."""
+        n, c = x.shape
+        if rows == "whole" and first + c <= KEPT:
+            table = self.flat.get(x.device)
+            if table is None or table.shape[1] < first + c:
+                table = self.flat[x.device] = slots(ids.to(x.device), 0, min(KEPT, 2 * (first + c)))
+            return sketch(x, table[:, first : first + c])
+        if rows != "whole" and n * c <= KEPT:
+            key = (rows, n, c, x.device)
             if key not in self.tables:
-                ids = ids.reshape(-1).to(x.device)
-                mine = ids >= 0
-                columns = x.numel() // max(1, n.numel())
-                self.tables[key] = None if mine.all() else mine, slots(ids[mine], 0, columns)
-            mine, slot = self.tables[key]
-            x = x.reshape(n.numel(), -1)
-            return (x if mine is None else x[mine]), slot
-        first = 0
-        if isinstance(x, DTensor):  # dim 0 in equal parts, the last ranks' shorter; this rank's part starts at `first`
-            part = math.ceil(x.shape[0] / x.device_mesh.size()) if x.ndim else 1
-            first = min(x.device_mesh.get_local_rank() * part, x.shape[0]) * math.prod(x.shape[1:])
-            x = x.to_local()
-        last = first + x.numel()
-        if self.flat.shape[1] < last:
-            self.flat = slots(torch.zeros(1, dtype=torch.int64, device=x.device), 0, last)
-        return x, self.flat[0, first:last]
+                self.tables[key] = slots(ids.to(x.device), 0, c)
+            return sketch(x, self.tables[key])
+        total, height, width = torch.zeros(BUCKETS, dtype=torch.float64, device=x.device), max(1, KEPT // c), KEPT
+        for i in range(0, n, height):
+            for j in range(0, c, width):
+                part = x[i : i + height, j : j + width]
+                total += sketch(part, slots(ids[i : i + height].to(x.device), first + j, part.shape[1]))
+        return total
 
     def jiggle(self, x: Tensor) -> Tensor:
         """While the noise floor is measured: x with every element moved by one unit in its last place, up or down."""
@@ -266,6 +297,10 @@ class Trace:
         self.jiggling, self.entries = False, kept
         if self.folder and self.rank == 0:
             (self.folder / "floor.json").write_text(json.dumps(self.floor))
+
+    def loss(self, loss: Tensor):
+        """The number that this rank (and micro-batch) calls backward on."""
+        self.scalar("loss", "loss", loss.detach().to(torch.float64) * self.share, True, "")
 
     def gradients(self):
         """Parameters' gradients as the optimizer will get them, before clipping."""
@@ -325,8 +360,8 @@ class Trace:
         zero = torch.zeros(BUCKETS + 6, dtype=torch.float64)
         nothing = Entry("", "", zero[1:], zero[0])
         entries = [self.entries.get(name[:2], nothing) for name in names]
-        sums = torch.stack([e.sums for e in entries]).cpu()
-        largest = torch.stack([e.largest for e in entries]).cpu()
+        sums = torch.stack([e.sums.cpu() for e in entries])
+        largest = torch.stack([e.largest.cpu() for e in entries])
         absent = torch.tensor([[e is nothing] for e in entries])
         probe = torch.randn(BUCKETS, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         ranks = torch.stack((sums[:, :BUCKETS] @ probe, sums[:, BUCKETS + 1]), 1).masked_fill(
@@ -373,179 +408,3 @@ class Trace:
             return
         save_file(tensors, self.folder / f"step-{self.number:06d}.safetensors")
         (self.folder / f"step-{self.number:06d}.json").write_text(json.dumps(header))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What can be seen to be wrong without a second run
-
-
-def finding(phase: str, name: str, kind: str, text: str, ranks=()) -> dict:
-    return {"phase": phase, "name": name, "kind": kind, "ranks": sorted(ranks), "text": text}
-
-
-def check_ranks(trace: Trace, entries: list[dict], ranks: Tensor) -> list[dict]:
-    """What must be alike on several ranks and is not. ranks (E, world, 2)."""
-    found = {}
-    for entry, values in zip(entries, ranks, strict=True):
-        width = {"world": trace.world, "sp": trace.sp, "": 1}[entry["agree"]]
-        for first in range(0, trace.world, width):
-            group = values[first : first + width]
-            size = group[:, 1].nan_to_num(0.0).amax().sqrt()
-            apart = (group - group[0]).abs() > 1e-10 * torch.stack((size, size * size))
-            apart |= group.isnan() != group[0].isnan()
-            if apart.any():
-                odd = {first + i for i in apart.any(1).nonzero().flatten().tolist()}
-                item = found.setdefault(entry["phase"], ([], set(), first, width))
-                item[0].append(entry["name"])
-                item[1].update(odd)
-    return [
-        finding(
-            phase,
-            names[0],
-            "ranks disagree",
-            f"{describe(phase, names)} on ranks {listed(odd)} is not that of rank "
-            f"{first}, where {'all ranks' if width == trace.world else 'a sequence-parallel group'} must agree",
-            odd,
-        )
-        for phase, (names, odd, first, width) in found.items()
-    ]
-
-
-def check_gradients(trace: Trace, entries: list[dict], numbers: Tensor) -> list[dict]:
-    """Parameters whose gradient is missing, zero everywhere (from the second traced step on: a model may well start so,
-    behind a layer of zeros) or not finite; and other tensors that are not finite."""
-    found, missing, zero = [], set(trace.parameters), []
-    for entry, (count, _, zeros, nans, infinities, _) in zip(entries, numbers.tolist(), strict=True):
-        phase, name = entry["phase"], entry["name"]
-        if phase == "gradient":
-            missing.discard(name)
-            if zeros == count and trace.updates > 0:
-                zero.append(name)
-        if (nans or infinities) and not found:
-            found.append(
-                finding(
-                    phase,
-                    name,
-                    "not finite",
-                    f"{describe(phase, [name])} has {nans:.0f} NaN and "
-                    f"{infinities:.0f} infinite values, the first such tensor of the step",
-                )
-            )
-    if any(entry["phase"] == "gradient" for entry in entries):
-        for kind, names in (("no gradient", sorted(missing)), ("zero gradient", zero)):
-            if names:
-                what = "no gradient" if kind == "no gradient" else "a gradient of zeros"
-                text = f"{len(names)} of {len(trace.parameters)} parameters get {what}: {listed(names)}"
-                found.append(finding("gradient", names[0], kind, text))
-    return found
-
-
-def check_facts(trace: Trace, facts: list[dict]) -> list[dict]:
-    """facts: of each rank, as the caller left them in `trace.facts`, all optional: samples [(position, sample, noise
-    digest)], batch (first position, number), tokens [(here, in the pack)], lr (used, scheduled)."""
-    found, owner = [], {}
-    for rank, fact in enumerate(facts):
-        first = rank // trace.sp * trace.sp
-        own, group = ([s[0] for s in f.get("samples", [])] for f in (fact, facts[first]))
-        if own != group:
-            found.append(
-                finding(
-                    "input",
-                    "positions",
-                    "ranks disagree",
-                    f"rank {rank} has positions {listed(own)}, rank "
-                    f"{first} of its sequence-parallel group {listed(group)}",
-                    [rank],
-                )
-            )
-        for here, whole in fact.get("tokens", []):
-            if here != -(-whole // trace.sp):
-                found.append(
-                    finding(
-                        "forward",
-                        "tokens",
-                        "local length",
-                        f"rank {rank} has {here} of {whole} tokens, not 1/{trace.sp} of them",
-                        [rank],
-                    )
-                )
-        if "lr" in fact and abs(fact["lr"][0] - fact["lr"][1]) > 1e-12 * abs(fact["lr"][1]):
-            found.append(
-                finding(
-                    "rate",
-                    "lr",
-                    "schedule",
-                    f"rank {rank} steps with learning rate {fact['lr'][0]:.6g}, its schedule says {fact['lr'][1]:.6g}",
-                    [rank],
-                )
-            )
-        if rank == first:
-            for position, sample, digest in fact.get("samples", []):
-                owner.setdefault(("position", position), []).append((rank, position))
-                owner.setdefault(("noise", digest), []).append((rank, position))
-                trace.history.setdefault(position, sample)
-    for (what, _), users in owner.items():
-        if len(users) > 1:
-            ranks, positions = ({u[i] for u in users} for i in (0, 1))
-            text = (
-                f"positions {listed(positions)} have the same noise"
-                if what == "noise"
-                else f"position {users[0][1]} is computed {len(users)} times, on ranks {listed(ranks)}"
-            )
-            found.append(finding("input", "noise" if what == "noise" else "positions", "duplicate", text, ranks))
-    return found + check_stream(trace, facts, {p for what, p in owner if what == "position"})
-
-
-def check_stream(trace: Trace, facts: list[dict], seen: set[int]) -> list[dict]:
-    """The step must take its positions, all of them, and an epoch every sample once, in an order of its own."""
-    found = []
-    if "batch" in facts[0]:
-        start, count, samples = facts[0]["batch"]
-        wrong = seen.symmetric_difference(range(start, start + count))
-        if wrong:
-            found.append(
-                finding(
-                    "input",
-                    "positions",
-                    "stream",
-                    f"step {trace.number} takes positions {start} to "
-                    f"{start + count - 1}; missing or out of place: {listed(wrong)}",
-                )
-            )
-        epochs = {p // samples for p in seen}
-        for epoch in sorted(epochs):
-            now, before = ([trace.history.get(e * samples + i) for i in range(samples)] for e in (epoch, epoch - 1))
-            known = [s for s in now if s is not None]
-            if len(set(known)) < len(known):
-                found.append(finding("input", "samples", "repeat", f"epoch {epoch} takes a sample twice"))
-            if now == before and None not in now and samples > 3:
-                found.append(
-                    finding("input", "samples", "same order", f"epoch {epoch} has the order of epoch {epoch - 1}")
-                )
-    return found
-
-
-def listed(things, most: int = 6) -> str:
-    things = sorted(things) if isinstance(things, set) else list(things)
-    return ", ".join(map(str, things[:most])) + (f", ... ({len(things)})" if len(things) > most else "")
-
-
-NOUNS = {
-    "start": "the weight",
-    "input": "the input",
-    "forward": "the activation",
-    "loss": "the",
-    "norm": "the",
-    "rate": "the",
-}
-NOUNS |= {
-    "backward": "the gradient of activation",
-    "partial": "the unreduced gradient of",
-    "gradient": "the gradient of",
-}
-NOUNS |= {"parameter": "the updated weight", "moment": "the optimizer's state"}
-
-
-def describe(phase: str, names: list[str]) -> str:
-    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-    return f"{NOUNS[phase]} {names[0]}{more}"

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -83,7 +83,8 @@ class Config:
     loss_weight: Literal["none", "bell"] = "none"  # bell: the reference trainer's weight, small at both ends of sigma
     caption_dropout: float = 0.1  # share of samples that train on the empty prompt, for guidance
     # What is kept
-    run: str = "demo"  # everything goes to runs/RUN
+    run: str = field(default="demo", metadata={"alias": "name"})  # everything goes to runs/RUN. Under torchrun spell it
+    # --name: in Python 3.11 its own parser takes a --run for its --run-path and stops
     save_every: int = 0  # steps between checkpoints; 0: only at the end
     keep: int = 2  # so many newest checkpoints stay; 0: all
     resume: str = ""  # "latest", or a checkpoint folder: go on from there
@@ -101,8 +102,8 @@ MASTER = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32}  
 
 def main(config: Config, observe=None, rehearsal: "parity.Rehearsal | None" = None) -> WanDiT:
     """Train; returns the model. `observe(step, loss, model)` is called with each step's gradients in place, before they
-    are clipped, loss being the global one: tests look through it. A rehearsal is a short run on its own layout and data that keeps its
-    trace: parity.py makes them."""
+    are clipped, loss being the global one: tests look through it. A rehearsal is a short run on a
+    layout and data of its own, of which only the trace stays: parity.py makes them."""
     # -- Who are we. Everything that can be wrong with the options is found before anything is done.
     paths, wan = check(config), CONFIGS[config.model]
     _, world = parallel.world_from_torchrun()
@@ -280,7 +281,7 @@ def model_config(model):
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """Of step 0, 1, ...: warm-up from lr / warmup_steps to lr, then the schedule, which ends one step after the last."""
+    """Of step 0, 1, ...: warm-up from lr / warmup_steps to lr, then the schedule, which ends a step after the last."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     done = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)

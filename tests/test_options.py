@@ -22,10 +22,12 @@ def test_every_option_has_a_default_and_a_line_of_help(program):
 
 def test_values():
     """If this goes, an option is read as something else than what was typed."""
-    words = "--steps 7 --betas 0.8 0.95 --compile --noise-range 0.875 1 --shard full --no-sample --lr=3e-5".split()
+    words = (
+        "--name x --steps 7 --betas 0.8 0.95 --compile --noise-range 0.875 1 --shard full --no-sample --lr=3e-5".split()
+    )
     config = options.parse(train.Config, words)
     assert (config.steps, config.betas, config.compile, config.noise_range) == (7, (0.8, 0.95), True, (0.875, 1.0))
-    assert (config.shard, config.sample, config.lr) == ("full", False, 3e-5)
+    assert (config.shard, config.sample, config.lr, config.run) == ("full", False, 3e-5, "x")
     assert options.parse(sample.Config, ["--prompt", "one", "and two"]).prompt == ("one", "and two")
 
 

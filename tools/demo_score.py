@@ -21,8 +21,8 @@ from demo import COLOURS, DIRECTIONS, SHAPES, Scene, coverage, parse_caption
 from video import count_frames, decode_video, upright_rgb
 
 KINDS = ("colour", "shape", "direction")
-CONTRAST = 0.2  # least RGB distance between shape and ground; the nearest pair, cyan on grey, has 0.6
-TRAVEL = 0.15  # least way of the centroid, in frame sizes; the demo's shapes travel 0.37 or more
+CONTRAST = 0.2  # least RGB distance between shape and ground; the nearest pair, green on grey, has 0.5
+TRAVEL = 0.15  # least way of the centroid, in frame sizes; the demo's shapes travel 0.3 or more
 
 
 def read_scene(video: np.ndarray) -> dict[str, str]:
@@ -34,9 +34,8 @@ def read_scene(video: np.ndarray) -> dict[str, str]:
     peak = np.quantile(contrast, 0.95)
     if peak < CONTRAST:
         return dict.fromkeys(KINDS, "none")
-    mask = np.clip(
-        contrast / peak * 2 - 0.5, 0, 1
-    )  # 0.5 where the contrast is half the peak: the edge, also if blurred
+    # Half of the peak's contrast, where the edge lies also if it is blurred, becomes 0.5.
+    mask = np.clip(contrast / peak * 2 - 0.5, 0, 1)
     area = mask.sum(axis=(1, 2))  # (T,)
     present = area > 0.2 * np.median(area)
     colour = np.average(pixels, axis=(0, 1, 2), weights=contrast > 0.75 * peak)

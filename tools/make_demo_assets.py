@@ -3,12 +3,19 @@
     python tools/make_demo_assets.py [--out assets] [--parts tokenizer text vae]
 
 The trainer's demo needs stand-ins for the released text encoder (11 GB) and VAE (0.5 GB). They have the released
-structure and parameter names, only smaller, and are trained here from nothing, on captions and clips drawn on the fly.
+structure and parameter names, only smaller, and are trained here from nothing, on the captions and clips of the demo's
+training scenes. Measured on held-out scenes, which take no part:
+
+    tokenizer.model           101 pieces; captions are 13 to 29 tokens
+    text_encoder.safetensors  90 k parameters, about a minute; all four words can be read from every token's state
+    vae.safetensors           924 k parameters, 634 s on one core; 17-frame clips come back with a PSNR of 30.7 dB,
+                              with 30.4 dB where their latents carry noise of 0.3 standard deviations
 
 Letters: S samples, L tokens, C channels, T frames, F latent frames, H and W height and width.
 """
 
 import argparse
+import contextlib
 import io
 import math
 import string
@@ -40,17 +47,17 @@ def make_tokenizer(path: Path) -> None:
     """A SentencePiece model with umT5's special ids. It lowers the case and knows every other printable ASCII
     character, so any such prompt tokenizes without unknown tokens; what room is left holds the captions' words."""
     captions = [scene.caption(i) for scene in TRAINING_SCENES for i in range(len(WORDINGS))]
-    model = io.BytesIO()
-    with tempfile.NamedTemporaryFile("w", suffix=".tsv") as lower:
-        lower.writelines(f"{ord(letter):X}\t{ord(letter.lower()):X}\n" for letter in string.ascii_uppercase)
-        lower.flush()
+    path, model = path.resolve(), io.BytesIO()
+    lower = "".join(f"{ord(letter):X}\t{ord(letter.lower()):X}\n" for letter in string.ascii_uppercase)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # the model keeps the rules' file name
+        Path("lower.tsv").write_text(lower)
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(captions),
             model_writer=model,
             model_type="unigram",
             vocab_size=UMT5_CONFIGS["demo"].vocab,
             hard_vocab_limit=False,
-            normalization_rule_tsv=lower.name,
+            normalization_rule_tsv="lower.tsv",
             required_chars="".join(c for c in map(chr, range(33, 127)) if not c.isupper()),
             pad_id=0,
             eos_id=1,
@@ -176,6 +183,27 @@ def latents_of(vae: WanVAE, video: Tensor) -> Tensor:
     return vae.conv1(vae.encoder(video, Cache())).chunk(2, 1)[0]
 
 
+class Statistics:
+    """Running mean and variance (z, 1, 1, 1) of each latent channel. Not those of the batch: two clips' own mean would
+    take the colour of their grounds out of the latents."""
+
+    def __init__(self, channels: int):
+        self.mean, self.var = torch.zeros(2, channels, 1, 1, 1)
+        self.steps = 0
+
+    def update(self, latents: Tensor) -> None:
+        """Take in latents (S, z, F, h, w); the memory grows to 100 steps."""
+        var, mean = (x[:, None, None, None] for x in torch.var_mean(latents.detach(), (0, 2, 3, 4), correction=0))
+        keep = min(0.99, self.steps / (self.steps + 5))
+        delta = mean - self.mean
+        self.var = keep * (self.var + (1 - keep) * delta**2) + (1 - keep) * var
+        self.mean = self.mean + (1 - keep) * delta
+        self.steps += 1
+
+    def scale(self) -> Tensor:
+        return (self.var + 1e-6).rsqrt()
+
+
 def train_vae(path: Path, report: int = 100) -> None:
     """Reconstruction through noisy latents.
 
@@ -193,10 +221,9 @@ def train_vae(path: Path, report: int = 100) -> None:
     average = {name: p.detach().clone() for name, p in vae.named_parameters()}
     kernels = Muon([p for p in vae.parameters() if p.ndim >= 4 and p[0].numel() > 1])
     matrices = set(map(id, kernels.parameters))
-    others = torch.optim.AdamW(
-        [p for p in vae.parameters() if id(p) not in matrices], betas=(0.9, 0.99), weight_decay=0
-    )
-    mean, var = torch.zeros(2, vae.config.z_dim, 1, 1, 1)
+    vectors = [p for p in vae.parameters() if id(p) not in matrices]
+    others = torch.optim.AdamW(vectors, betas=(0.9, 0.99), weight_decay=0)
+    statistics = Statistics(vae.config.z_dim)
     plan = [stage[1:] for stage in STAGES for _ in range(stage[0])]
     start = time.process_time()
     for step, (clips, frames) in enumerate(plan):
@@ -204,12 +231,8 @@ def train_vae(path: Path, report: int = 100) -> None:
         others.param_groups[0]["lr"] = 3e-3 * progress
         video = cut_batch(rng, pool, clips, frames).contiguous(memory_format=torch.channels_last_3d)
         latents = latents_of(vae, video + 0.02 * torch.randn_like(video))
-        new_var, new_mean = torch.var_mean(latents.detach(), (0, 2, 3, 4), correction=0)
-        keep = min(0.99, step / (step + 5))
-        delta = new_mean[:, None, None, None] - mean
-        var = keep * (var + (1 - keep) * delta**2) + (1 - keep) * new_var[:, None, None, None]
-        mean = mean + (1 - keep) * delta
-        latents = (latents - mean) * (var + 1e-6).rsqrt()
+        statistics.update(latents)
+        latents = (latents - statistics.mean) * statistics.scale()
         noise = NOISE * torch.rand(clips, 1, 1, 1, 1) * torch.randn_like(latents)
         error = vae.decoder(vae.conv2(latents + noise), Cache()) - video
         loss = error.abs().mean() + 4 * error.square().mean() + 1e-3 * latents.square().mean()
@@ -222,19 +245,19 @@ def train_vae(path: Path, report: int = 100) -> None:
         for name, p in vae.named_parameters():
             average[name].lerp_(p.detach(), 1 - decay)
         if (step + 1) % report == 0 or step + 1 == len(plan):
-            psnr = save_vae(path, average, mean.flatten(), var.flatten(), clips=32 if step + 1 == len(plan) else 8)
+            psnr = save_vae(path, average, statistics, clips=32 if step + 1 == len(plan) else 8)
             took = f"{time.process_time() - start:.0f} s of one core"
             print(f"vae {step + 1}/{len(plan)}: loss {loss.item():.4f}, held-out clips {psnr}, {took}", flush=True)
 
 
 @torch.no_grad()
-def save_vae(path: Path, weights: dict[str, Tensor], mean: Tensor, var: Tensor, clips: int) -> str:
+def save_vae(path: Path, weights: dict[str, Tensor], statistics: Statistics, clips: int) -> str:
     """Normalise the latents, save the weights, and report the PSNR of clips of held-out scenes, plain and with noise.
 
-    mean and var (z,) are the running statistics that the decoder was trained behind. The latents of a sample of clips
-    get mean 0 and variance 1 by scaling the two 1 x 1 x 1 convolutions between encoder and decoder, so this VAE's
-    latents are normalised as they come, and VAE_CONFIGS["demo"] holds zeros and ones. The log-variance, which nothing
-    has trained, is set to that of the noise.
+    The decoder was trained behind the running statistics. The latents of a sample of clips get mean 0 and variance 1
+    by scaling the two 1 x 1 x 1 convolutions between encoder and decoder, so this VAE's latents are normalised as they
+    come, and VAE_CONFIGS["demo"] holds zeros and ones. The log-variance, which nothing has trained, is set to that of
+    the noise.
     """
     vae = WanVAE(VAE_CONFIGS["demo"])
     vae.load_state_dict(weights)
@@ -244,12 +267,12 @@ def save_vae(path: Path, weights: dict[str, Tensor], mean: Tensor, var: Tensor, 
     new = [draw(scene, rng) for scene in HELD_OUT_SCENES[:clips]]
     seen, new = (torch.from_numpy(np.stack(x)).movedim(-1, 1) / 127.5 - 1 for x in (seen, new))  # (S, 3, T, H, W)
     found_var, found_mean = torch.var_mean(torch.cat([latents_of(vae, part) for part in seen.split(4)]), (0, 2, 3, 4))
-    scale = found_var.rsqrt()
+    scale, trained_scale = found_var.rsqrt(), statistics.scale().flatten()
     vae.conv1.weight[:z] *= scale[:, None, None, None, None]
     vae.conv1.bias[:z] = (vae.conv1.bias[:z] - found_mean) * scale
     vae.conv1.weight[z:], vae.conv1.bias[z:] = 0, 2 * math.log(NOISE / 2)
-    vae.conv2.bias += vae.conv2.weight[..., 0, 0, 0] @ ((found_mean - mean) * (var + 1e-6).rsqrt())
-    vae.conv2.weight *= (found_var / (var + 1e-6)).sqrt()[:, None, None, None]
+    vae.conv2.bias += vae.conv2.weight[..., 0, 0, 0] @ ((found_mean - statistics.mean.flatten()) * trained_scale)
+    vae.conv2.weight *= (trained_scale / scale)[:, None, None, None]
     save_file({name: p.contiguous() for name, p in vae.state_dict().items()}, path)
     results = []
     for noise in (0.0, NOISE):
@@ -264,11 +287,12 @@ def save_vae(path: Path, weights: dict[str, Tensor], mean: Tensor, var: Tensor, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=ASSETS)
+    parser.add_argument("--out", type=Path, default=ASSETS, help="folder for the files")
     parser.add_argument(
         "--parts", nargs="+", choices=("tokenizer", "text", "vae"), default=("tokenizer", "text", "vae")
     )
     args = parser.parse_args()
+    torch.set_num_threads(1)  # the order of sums, and with it the weights, would depend on the number of cores
     args.out.mkdir(parents=True, exist_ok=True)
     if "tokenizer" in args.parts:
         make_tokenizer(args.out / "tokenizer.model")
