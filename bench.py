@@ -176,7 +176,7 @@ def trace_cost(config: Config):
             "left out": {"trace": True, "trace_steps": "0"},
             "on": {"trace": True},
         }.items():
-            parity.rehearse(train.main, dataclasses.replace(base, run=name, **options), alone, dataset, wan.num_layers)
+            parity.rehearse(train.fit, dataclasses.replace(base, run=name, **options), alone, dataset, wan.num_layers)
             lines = Path(f"runs/{name}/metrics.jsonl").read_text().splitlines()
             seconds = [sum(json.loads(line)["seconds"].values()) for line in lines]
             medians[name] = statistics.median(seconds[2:])  # the first step measures the noise floor as well

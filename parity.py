@@ -193,12 +193,12 @@ class NoTrace:
         return contextlib.nullcontext()
 
 
-def trace_of(rehearsal, config, run: Path, layout, *args):
+def trace_of(config, run: Path, layout, wrapped, optimizer, dataset, learning_rate, blocks: int):
     """The trace of a run. Rehearsals on many processes are judged by the noise that their reference measured."""
     if not config.trace:
         return NoTrace()
-    trace = RunTrace(config, run, layout, *args)
-    trace.measures = rehearsal is None or layout.world == 1
+    trace = RunTrace(config, run, layout, wrapped, optimizer, dataset, learning_rate)
+    trace.measures = not blocks or layout.world == 1
     return trace
 
 
@@ -222,20 +222,11 @@ def parse_steps(text: str) -> set[int] | None:
 # Layouts against one process
 
 
-@dataclass
-class Rehearsal:
-    """A short run of train.main on a layout of its own (one process inside a group of many, for instance), with data
-    that is at hand and a model that is cut down."""
-
-    layout: parallel.Layout
-    dataset: object
-    layers: int
-
-    def cut(self, model):
-        """Keep the first blocks; and a head of zeros, which would keep every gradient from them, gets values."""
-        del model.blocks[self.layers :]
-        if not model.head.head.weight.any():
-            torch.nn.init.normal_(model.head.head.weight, std=0.1)
+def cut(model, blocks: int):
+    """Keep the first blocks; and a head of zeros, which would keep every gradient from them, gets values."""
+    del model.blocks[blocks:]
+    if not model.head.head.weight.any():
+        torch.nn.init.normal_(model.head.head.weight, std=0.1)
 
 
 class Cropped:
@@ -289,15 +280,15 @@ class MadeUp:
         return self.texts[index]
 
 
-def rehearse(main, config, layout, dataset, layers: int, stops=()):
+def rehearse(fit, config, layout, dataset, layers: int, stops=()):
     """Run config traced on a layout, which may be that of one process; stopped and resumed after each step in stops."""
     layout.on_rank_0(partial(shutil.rmtree, ignore_errors=True), Path("runs") / config.run)
     for i, steps in enumerate((*stops, config.steps)):
         part = dataclasses.replace(config, resume="latest" if i else "", steps=steps, save_every=steps if stops else 0)
-        main(part, rehearsal=Rehearsal(layout, dataset, layers))
+        fit(part, layout, dataset, blocks=layers)
 
 
-def verify_layout(main, config, layout, dataset, layers: int = 2):
+def verify_layout(fit, config, layout, dataset, layers: int = 2):
     """Raise ValueError with diff's verdict unless this layout computes what one process does: two blocks of the run's
     model, its first samples (large ones cropped), forward, backward and one update in float64."""
     if layout.world == 1:
@@ -318,8 +309,8 @@ def verify_layout(main, config, layout, dataset, layers: int = 2):
     )
     names = [f"{config.run}/verify/{name}" for name in ("one-process", "this-layout")]
     one = dataclasses.replace(small, run=names[0], pack_tokens=0, shard="none", recompute="none")
-    layout.on_rank_0(lambda: rehearse(main, one, parallel.Layout(device=layout.device), Cropped(dataset), layers))
-    rehearse(main, dataclasses.replace(small, run=names[1]), layout, Cropped(dataset), layers)
+    layout.on_rank_0(lambda: rehearse(fit, one, parallel.Layout(device=layout.device), Cropped(dataset), layers))
+    rehearse(fit, dataclasses.replace(small, run=names[1]), layout, Cropped(dataset), layers)
     verdict = layout.on_rank_0(lambda: diff(*(Path("runs") / name for name in names)))
     if verdict.code:
         raise ValueError(f"--verify-layout: this layout does not compute what one process does. {verdict.text}")
@@ -375,7 +366,7 @@ def check(options: Check) -> int:
         paths = train.check(base)
         components = train.sample.load_components(base, paths, everyone.device)
         dataset = Cropped(train.load_dataset(base, paths, components, everyone))
-    compare = Comparison(train.main, base, dataset, options.layers, everyone)
+    compare = Comparison(train.fit, base, dataset, options.layers, everyone)
     compare.reference()
     longest = max(
         math.prod(dataset.shape(i)[1:]) // math.prod(CONFIGS[options.model].patch_size) for i in range(len(dataset))
@@ -404,13 +395,13 @@ def cases_of(world: int, heads: int, longest: int) -> list[dict]:
 class Comparison:
     """Runs cases against one reference, which rank 0 computes alone, and prints a line for each."""
 
-    def __init__(self, main, base, dataset, layers: int, everyone: parallel.Layout):
-        self.main, self.base, self.dataset, self.layers, self.everyone = main, base, dataset, layers, everyone
+    def __init__(self, fit, base, dataset, layers: int, everyone: parallel.Layout):
+        self.fit, self.base, self.dataset, self.layers, self.everyone = fit, base, dataset, layers, everyone
         self.verdicts = []
 
     def rehearse(self, run: str, layout, stops=(), **changes):
         config = dataclasses.replace(self.base, run=f"{self.base.run}/{run}", **changes)
-        rehearse(self.main, config, layout, self.dataset, self.layers, stops)
+        rehearse(self.fit, config, layout, self.dataset, self.layers, stops)
 
     def reference(self):
         alone = parallel.Layout(device=self.everyone.device)

@@ -100,35 +100,53 @@ class Config:
 MASTER = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32}  # dtype of weights and optimizer
 
 
-def main(config: Config, observe=None, rehearsal: "parity.Rehearsal | None" = None) -> WanDiT:
-    """Train; returns the model. `observe(step, loss, model)` is called with each step's gradients in place, before they
-    are clipped, loss being the global one: tests look through it. A rehearsal is a short run on a
-    layout and data of its own, of which only the trace stays: parity.py makes them."""
+def main(config: Config, observe=None) -> WanDiT:
+    """Train, and sample what was learned; returns the model. For observe see `fit`."""
     # -- Who are we. Everything that can be wrong with the options is found before anything is done.
     paths, wan = check(config), CONFIGS[config.model]
     _, world = parallel.world_from_torchrun()
-    split = parallel.split_sp(world, wan.num_heads, config.sp, config.ulysses, config.ring)
-    layout = rehearsal.layout if rehearsal else parallel.start(*split)
-    master, dtype = MASTER[config.precision], sample.DTYPES[config.precision]
-    run = Path("runs") / config.run
+    layout = parallel.start(*parallel.split_sp(world, wan.num_heads, config.sp, config.ulysses, config.ring))
 
     # -- Data: files become latents and text states, each encoded once per job.
-    if rehearsal:
-        dataset = rehearsal.dataset
-    else:
-        components = sample.load_components(config, paths, layout.device)
-        dataset = load_dataset(config, paths, components, layout)
-        components.release_text_encoder()
-        if config.verify_layout or (config.verify_layout is None and not config.data):
-            parity.verify_layout(main, config, layout, dataset)
+    components = sample.load_components(config, paths, layout.device)
+    dataset = load_dataset(config, paths, components, layout)
+    components.release_text_encoder()
+
+    # -- Training, if this layout computes what one process does.
+    if config.verify_layout or (config.verify_layout is None and not config.data):
+        parity.verify_layout(fit, config, layout, dataset)
+    model, ema = fit(config, layout, dataset, observe)
+
+    # -- A look at what was learned.
+    if config.sample and (config.prompts or config.model == "demo"):
+        for name, parameter in model.named_parameters():
+            if ema:
+                parameter.data.copy_(ema[name])
+        how, prompts = sample.SAMPLING[config.model], sample.prompts_of(SamplePrompts(config.model, config.prompts))
+        folder, dtype = Path("runs") / config.run / "samples", sample.DTYPES[config.precision]
+        sheet = sample.sample_videos(model.eval(), components, prompts, how, config.seed, folder, layout, dtype)
+        if layout.rank == 0:
+            print(f"{len(prompts)} videos in {folder}, all on one page in {sheet}")
+    return model
+
+
+def fit(config: Config, layout, dataset, observe=None, blocks: int = 0) -> tuple[WanDiT, dict[str, Tensor]]:
+    """The training loop; returns the model and the moving average of its weights, by name (empty without --ema).
+
+    `observe(step, loss, model)` is called with each step's gradients in place, before they are clipped, loss being the
+    global one: tests look through it. blocks: keep so many of the model's blocks, a rehearsal of which only the trace
+    stays (parity.py); 0: all.
+    """
+    run, master, dtype = Path("runs") / config.run, MASTER[config.precision], sample.DTYPES[config.precision]
 
     # -- Model and optimizer: the same weights on every rank, then split as --shard says.
     torch.manual_seed(config.seed)
-    model = WanDiT(wan)
-    if paths["checkpoint"] != "scratch":
-        checkpoint.load_weights(model, paths["checkpoint"], config.model)
-    if rehearsal:
-        rehearsal.cut(model)
+    model = WanDiT(CONFIGS[config.model])
+    weights = sample.paths_for(config)["checkpoint"]
+    if weights != "scratch":
+        checkpoint.load_weights(model, weights, config.model)
+    if blocks:
+        parity.cut(model, blocks)
     model = model.to(layout.device, master).train()
     wrapped = parallel.parallelize(model, layout, config.shard, config.precision, config.recompute, config.compile)
     parameters = list(model.parameters())
@@ -139,13 +157,13 @@ def main(config: Config, observe=None, rehearsal: "parity.Rehearsal | None" = No
     if config.resume:
         first = checkpoint.load(checkpoint.find(run, config.resume), model, optimizer, ema, layout)
     layout.on_rank_0(open_run, run, config, layout, first)
-    trace = parity.trace_of(rehearsal, config, run, layout, wrapped, optimizer, dataset, learning_rate)
+    trace = parity.trace_of(config, run, layout, wrapped, optimizer, dataset, learning_rate, blocks)
 
     # -- The loop.
     clock = Stopwatch(layout.device)
     ahead = ThreadPoolExecutor(1)  # reads and noises the next step's samples meanwhile
     coming = ahead.submit(step_packs, config, dataset, layout, first)
-    bar = tqdm(range(first, config.steps), initial=first, total=config.steps, disable=bool(layout.rank or rehearsal))
+    bar = tqdm(range(first, config.steps), initial=first, total=config.steps, disable=bool(layout.rank or blocks))
     for step in bar:
         clock.start()
         packs, tokens = coming.result()
@@ -186,23 +204,12 @@ def main(config: Config, observe=None, rehearsal: "parity.Rehearsal | None" = No
             with open(run / "metrics.jsonl", "a") as file:
                 file.write(json.dumps(record) + "\n")
             bar.set_postfix_str(f"loss {loss:.4f} lr {lr:.1e} norm {norm:.2f} " + spell(seconds), refresh=False)
-        if (step + 1 == config.steps and not rehearsal) or (config.save_every and (step + 1) % config.save_every == 0):
+        if (step + 1 == config.steps and not blocks) or (config.save_every and (step + 1) % config.save_every == 0):
             record = describe_run(config, layout)
             checkpoint.save(run, step + 1, model, optimizer, ema, record, layout, config.keep)
     coming.cancel()
     ahead.shutdown()
-
-    # -- A look at what was learned.
-    if config.sample and (config.prompts or config.model == "demo"):
-        for name, parameter in model.named_parameters():
-            if ema:
-                parameter.data.copy_(ema[name])
-        how, prompts = sample.SAMPLING[config.model], sample.prompts_of(SamplePrompts(config.model, config.prompts))
-        folder = run / "samples"
-        sheet = sample.sample_videos(model.eval(), components, prompts, how, config.seed, folder, layout, dtype)
-        if layout.rank == 0:
-            print(f"{len(prompts)} videos in {folder}, all on one page in {sheet}")
-    return model
+    return model, ema
 
 
 # ---------------------------------------------------------------------------------------------------------------------

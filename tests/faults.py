@@ -67,10 +67,10 @@ def world() -> int:
 NOW = [1]
 
 
-def rehearse(main, config, layout, *rest):
+def rehearse(fit, config, layout, *rest):
     """parity.rehearse, with the layout noted for the faults that one process is free of."""
     NOW[0] = layout.world
-    return ORIGINAL["rehearse"](main, config, layout, *rest)
+    return ORIGINAL["rehearse"](fit, config, layout, *rest)
 
 
 def static(owner, name, function):

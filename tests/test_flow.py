@@ -55,9 +55,11 @@ def test_solver_follows_the_official_trajectory(golden, name, steps, shift, dtyp
         trajectory.append(x[0])
     assert x.dtype == dtype
     official = case["out.traj" + key].to(F64)
-    # In float32, as the official run was, within golden's tolerance; in float64 that run's own rounding shows, to 1.2e-5.
+    # In float32, as the official run was, within golden's tolerance; float64 shows that run's own rounding, to 1.2e-5.
     error = (torch.stack(trajectory).to(F64) - official).abs().flatten(1).amax(1) / official.square().mean().sqrt()
-    assert error[:4].max() < 2e-6 and error.max() < (1e-5 if dtype == torch.float32 else 2e-5), f"{name} {key}: {error} of rms"
+    assert error[:4].max() < 2e-6 and error.max() < (1e-5 if dtype == torch.float32 else 2e-5), (
+        f"{name} {key}: {error} of rms"
+    )
 
 
 @pytest.mark.parametrize("name,tolerance", [("unipc", 1e-13), ("dpmpp", 5e-6)])

@@ -57,7 +57,7 @@ def rehearse(folder: Path, name: str, stops=(), even=False, **options):
     """A traced run of this process (and its group) on made-up data, into folder/runs/name."""
     os.chdir(folder)
     model.CONFIGS["demo"] = runs.TINY
-    parity.rehearse(train.main, config(name, **options), layout_of(options), made_up(even), 2, stops)
+    parity.rehearse(train.fit, config(name, **options), layout_of(options), made_up(even), 2, stops)
 
 
 def rehearse_clean(folder: Path, world: int):
@@ -85,7 +85,7 @@ def verify(folder: Path, name: str, options: dict, even: bool = False) -> str:
     model.CONFIGS["demo"] = runs.TINY
     try:
         layout = layout_of(options)
-        parity.verify_layout(train.main, config(name, **options), layout, made_up(even))
+        parity.verify_layout(train.fit, config(name, **options), layout, made_up(even))
     except (ValueError, FloatingPointError) as error:
         return str(error)
     return ""
@@ -235,7 +235,7 @@ def check_decoys(folder: Path) -> dict:
     os.chdir(folder)
     model.CONFIGS["demo"] = runs.TINY
     base = config("check", steps=4)
-    compare = parity.Comparison(train.main, base, made_up(), 2, layout_of({}))
+    compare = parity.Comparison(train.fit, base, made_up(), 2, layout_of({}))
     compare.reference()
     cases = parity.cases_of(2, runs.TINY.num_heads, 45)
     for case in cases[::4]:  # one of each layout and sharding; test_clean_runs_are_equal has more
