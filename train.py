@@ -60,14 +60,14 @@ class Config:
     seed: int = 0  # of the order of samples, their clips, noise and timesteps, and of weights made from scratch
     # Optimizer
     optimizer: Literal["adamw", "sgd"] = "adamw"  # sgd (without momentum) shows errors that AdamW hides
-    lr: float = 1e-3  # peak learning rate
+    lr: float = 5e-4  # peak learning rate
     warmup_steps: int = 20  # linear warm-up
     lr_schedule: Literal["constant", "cosine", "linear"] = "cosine"  # after the warm-up; the last two end at 0
     weight_decay: float = 0.01  # decoupled
     betas: tuple[float, float] = (0.9, 0.99)  # of AdamW
     eps: float = 1e-8  # of AdamW
     max_grad_norm: float = 1.0  # clip the gradient's global norm; 0: never
-    ema: float = 0.0  # decay of a moving average of the weights, which the samples are then made with; 0: none
+    ema: float = 0.99  # decay of a moving average of the weights, which the samples are then made with; 0: none
     # Processes
     sp: int = 0  # sequence-parallel processes per sample; 0: what --ulysses and --ring say, or 1
     ulysses: int = 0  # of which by all-to-all over heads; 0: the largest number that divides sp and the heads
