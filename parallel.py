@@ -30,6 +30,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from model import LOCAL, attend_each
 
+# torch 2.13 renamed these two and warns of the old names; 2.11 has only the old ones.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The layout
 
@@ -193,14 +197,14 @@ class AllGather(torch.autograd.Function):
         ctx.group = group
         x = x.contiguous()
         out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
-        dist.all_gather_into_tensor(out, x, group=group)
+        all_gather_single(out, x, group=group)
         return out
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         grad = grad.contiguous()
         out = grad.new_empty(grad.shape[0] // dist.get_world_size(ctx.group), *grad.shape[1:])
-        dist.reduce_scatter_tensor(out, grad, group=ctx.group)
+        reduce_scatter_single(out, grad, group=ctx.group)
         return out, None
 
 
