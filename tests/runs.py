@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
@@ -59,6 +60,7 @@ def config(folder: Path, **changes) -> train.Config:
         lr=0.01,
         max_grad_norm=1.0,
         caption_dropout=0.3,
+        ema=0.0,
         precision="fp64",
         sample=False,
         run=f"{os.getpid()}",
@@ -83,11 +85,11 @@ def run(folder: Path, killed_in: int | None = None, **changes) -> dict:
         if step == killed_in:
             raise Killed
         record["loss"].append(loss)
-        record["grads"].append({name: whole(p.grad) for name, p in module.named_parameters()})
+        record["grads"].append(whole({name: p.grad for name, p in module.named_parameters()}))
         note(module)
 
     def note(module):
-        record["params"] = {name: whole(p.detach()) for name, p in module.named_parameters()}
+        record["params"] = whole({name: p.detach() for name, p in module.named_parameters()})
         digest = hashlib.blake2b(b"".join(t.numpy().tobytes() for t in record["params"].values()))
         record["digests"].append(digest.hexdigest())
 
@@ -96,8 +98,14 @@ def run(folder: Path, killed_in: int | None = None, **changes) -> dict:
     return record
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+def whole(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies of tensors, put together from all ranks' shards (FSDP2 cuts along dim 0) in one exchange."""
+    here = {name: (x.to_local() if isinstance(x, DTensor) else x).clone() for name, x in named.items()}
+    if not any(isinstance(x, DTensor) for x in named.values()):
+        return here
+    everyones = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, here)
+    return {name: torch.cat([part[name] for part in everyones]) for name in named}
 
 
 def run_all(folder: Path, cases: list[dict]) -> list[dict]:

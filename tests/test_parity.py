@@ -53,10 +53,10 @@ def layout_of(options: dict) -> parallel.Layout:
     return LAYOUTS[key]
 
 
+@patch.dict(model.CONFIGS, demo=runs.TINY)
 def rehearse(folder: Path, name: str, stops=(), even=False, **options):
     """A traced run of this process (and its group) on made-up data, into folder/runs/name."""
     os.chdir(folder)
-    model.CONFIGS["demo"] = runs.TINY
     parity.rehearse(train.fit, config(name, **options), layout_of(options), made_up(even), 2, stops)
 
 
@@ -79,10 +79,10 @@ def plant_all(folder: Path, names: list[str]) -> dict[str, str]:
     return said
 
 
+@patch.dict(model.CONFIGS, demo=runs.TINY)
 def verify(folder: Path, name: str, options: dict, even: bool = False) -> str:
     """What train.py --verify-layout says against this layout; empty if it passes."""
     os.chdir(folder)
-    model.CONFIGS["demo"] = runs.TINY
     try:
         layout = layout_of(options)
         parity.verify_layout(train.fit, config(name, **options), layout, made_up(even))
@@ -229,11 +229,11 @@ DECOYS = {  # what a lesser grid does not show: found by the default cases of `p
 }
 
 
+@patch.dict(model.CONFIGS, demo=runs.TINY)
 def check_decoys(folder: Path) -> dict:
     """{decoy: cases of the default grid until it is found}, and under "clean" the verdicts of the whole grid."""
     warnings.simplefilter("ignore")
     os.chdir(folder)
-    model.CONFIGS["demo"] = runs.TINY
     base = config("check", steps=4)
     compare = parity.Comparison(train.fit, base, made_up(), 2, layout_of({}))
     compare.reference()
