@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -140,7 +141,9 @@ def write_weights(named: dict[str, Tensor], path: Path):
     """Write under another name, read the header back, rename: no half file ever has the name of a whole one."""
     temporary = path.with_name(path.name + ".partial")
     save_file(named, temporary)
-    if load_file(temporary).keys() != named.keys():
+    with safe_open(temporary, "pt") as file:
+        whole = set(file.keys()) == named.keys()
+    if not whole:
         raise OSError(f"{temporary} does not hold what was written to it; is the disk full or failing?")
     os.replace(temporary, path)
 
