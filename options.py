@@ -86,8 +86,8 @@ def comments(cls) -> dict[str, str]:
 
 
 def exit_with(program: str, error: Exception, rank: int):
-    """End this process with one line on standard error and status 2. What every rank found wrong, rank 0 says; an
-    error of one rank's own (RuntimeError, OSError) that rank says."""
-    if rank == 0 or not isinstance(error, ValueError):
+    """End this process with one line on standard error and status 2. What every rank found wrong (ValueError, or a
+    loss that is no number), rank 0 says; an error of one rank's own (RuntimeError, OSError) that rank says."""
+    if rank == 0 or not isinstance(error, (ValueError, FloatingPointError)):
         print(f"{program}: {' '.join(str(error).split(chr(10)))}", file=sys.stderr, flush=True)
     sys.exit(2)

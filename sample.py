@@ -170,7 +170,7 @@ def sample_videos(model, components, prompts, how: Sampling, seed: int, folder: 
     """Write NNN.mp4 and NNN.txt per prompt and one contact sheet; every rank calls, and each writes its share.
 
     Data-parallel groups take every dp-th prompt, `group` at a time in one pack; groups that have none left go along
-    with an empty prompt, since a sharded model's weights are gathered by all ranks together.
+    with the first prompt and drop it, since a sharded model's weights are gathered by all ranks together.
     """
     encoded = layout.on_rank_0(components.encode_text, [*prompts, how.negative])
     encoded = [states.to(layout.device, dtype) for states in encoded]

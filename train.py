@@ -12,6 +12,7 @@ import dataclasses
 import json
 import math
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -394,13 +395,15 @@ def open_run(run: Path, config: Config, layout, first: int):
 
 
 def describe_run(config: Config, layout) -> dict:
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    git = None
+    if shutil.which("git"):
+        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
     return {
         "options": dataclasses.asdict(config),
         "layout": {name: getattr(layout, name) for name in ("world", "dp", "sp", "ulysses", "ring")},
         "device": str(layout.device),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "git": git.stdout.strip() or "not a git checkout",
+        "git": git and git.stdout.strip() or "not a git checkout",
     }
 
 

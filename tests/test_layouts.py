@@ -1,12 +1,16 @@
 """The one idea: a run does not depend on its layout. Whole training runs in float64, against one process."""
 
 import json
+import math
+from unittest.mock import patch
 
 import pytest
 import runs
 import torch
 from safetensors.torch import load_file
 from spawn import spawn
+
+import train
 
 TOLERANCE = 1e-9  # the promise; what is measured is below 1e-12
 LAYOUTS = {
@@ -81,6 +85,21 @@ def test_the_batch_holds_what_the_promise_is_about(folder, references):
     grads = references["sgd"]["grads"]
     assert all(float(g.norm()) > 1e-6 for step in grads for g in step.values())
     assert abs(references["sgd"]["loss"][0] - references["sgd"]["loss"][1]) > 0.01
+
+
+def test_a_loss_that_is_no_number_stops_the_run(folder):
+    """If this goes, a NaN trains on, or nobody learns which samples it came from, or it is saved."""
+    whole = train.pack_loss
+
+    def faulty(model, pack, layout, dtype):
+        return whole(model, pack, layout, dtype) * (math.nan if 5 in pack.positions else 1)
+
+    with patch.object(train, "pack_loss", faulty), pytest.raises(FloatingPointError) as error:
+        runs.run(folder, run="nan", pack_tokens=45, save_every=1)
+    assert "step 2: loss nan" in str(error.value) and "was not applied" in str(error.value)
+    named = str(error.value).partition("Positions: ")[2].partition(".")[0].split(", ")
+    assert "5" in named and len(named) < 4  # its pack, not the whole batch
+    assert [entry.name for entry in (folder / "runs" / "nan").glob("step-*")] == ["step-000001"]
 
 
 ROUGH = {  # what rounding may do to a loss of the same precision's one-process run; to float64 it does 4e-7 and 8e-4
