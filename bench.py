@@ -25,9 +25,9 @@ from torch import nn
 import flow
 import parallel
 from checkpoint import diffusers_name
-from data import sample_cost
 from model import CONFIGS, WanConfig, WanDiT, patchify
 from options import exit_with, parse
+from stream import sample_cost
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-import data
 import demo
 import parallel
-from checkpoint import load_weights
+import stream
 from flow import DPMSolver, Euler, UniPC
 from model import CONFIGS, LOCAL, WanDiT
 from options import exit_with, parse
 from text_encoder import UMT5_CONFIGS, Tokenizer, UMT5Encoder, encode_prompts
 from vae import VAE_CONFIGS, WanVAE
 from video import contact_sheet, read_mp4, write_mp4
+from weights import load_weights
 
 ASSETS = Path(__file__).resolve().parent / "assets"
 SOLVERS = {"unipc": UniPC, "euler": Euler, "dpm++": DPMSolver}
@@ -184,7 +184,7 @@ def sample_videos(model, components, prompts, how: Sampling, seed: int, folder: 
         mine = [i for i in range(len(prompts)) if i % layout.dp == layout.dp_rank][r * group : (r + 1) * group]
         numbers = mine or [0]
         noise = [
-            torch.randn(shape, generator=data.generator(seed, i, "sample")).to(layout.device, wide) for i in numbers
+            torch.randn(shape, generator=stream.generator(seed, i, "sample")).to(layout.device, wide) for i in numbers
         ]
         latents = generate(model, [encoded[i] for i in numbers], encoded[-1], shape, how, noise, dtype, sp)
         for i, x in zip(mine, latents, strict=False):

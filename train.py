@@ -25,16 +25,19 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-import checkpoint
-import data
+import batch
+import cache
 import demo
 import flow
+import manifests
 import parallel
 import parity
+import resume
 import sample
-from model import CONFIGS, WanDiT, patchify
+import weights
+from clips import ClipSpec
+from model import CONFIGS, WanDiT
 from options import exit_with, parse
-from video import ClipSpec
 
 
 @dataclass(frozen=True)
@@ -143,9 +146,9 @@ def fit(config: Config, layout, dataset, observe=None, blocks: int = 0) -> tuple
     # -- Model and optimizer: the same weights on every rank, then split as --shard says.
     torch.manual_seed(config.seed)
     model = WanDiT(CONFIGS[config.model])
-    weights = sample.paths_for(config)["checkpoint"]
-    if weights != "scratch":
-        checkpoint.load_weights(model, weights, config.model)
+    start = sample.paths_for(config)["checkpoint"]
+    if start != "scratch":
+        weights.load_weights(model, start, config.model)
     if blocks:
         parity.cut(model, blocks)
     model = model.to(layout.device, master).train()
@@ -156,26 +159,26 @@ def fit(config: Config, layout, dataset, observe=None, blocks: int = 0) -> tuple
 
     first = 0
     if config.resume:
-        first = checkpoint.load(checkpoint.find(run, config.resume), model, optimizer, ema, layout)
+        first = resume.load(resume.find(run, config.resume), model, optimizer, ema, layout)
     layout.on_rank_0(open_run, run, config, layout, first)
     trace = parity.trace_of(config, run, layout, wrapped, optimizer, dataset, learning_rate, blocks)
 
     # -- The loop.
     clock = Stopwatch(layout.device)
     ahead = ThreadPoolExecutor(1)  # reads and noises the next step's samples meanwhile
-    coming = ahead.submit(step_packs, config, dataset, layout, first)
+    coming = ahead.submit(batch.step_packs, config, dataset, layout, first)
     bar = tqdm(range(first, config.steps), initial=first, total=config.steps, disable=bool(layout.rank or blocks))
     for step in bar:
         clock.start()
         packs, tokens = coming.result()
-        coming = ahead.submit(step_packs, config, dataset, layout, step + 1)
+        coming = ahead.submit(batch.step_packs, config, dataset, layout, step + 1)
         clock.lap("data")
-        trace.start(step, packs, wrapped, lambda pack: pack_loss(wrapped, pack, layout, dtype))
+        trace.start(step, packs, wrapped, lambda pack: batch.pack_loss(wrapped, pack, layout, dtype))
 
         losses = []
         for i, pack in enumerate(packs):
             with parallel.synchronize(wrapped, last=i == len(packs) - 1), trace.micro_batch(pack):
-                loss = pack_loss(wrapped, pack, layout, dtype)
+                loss = batch.pack_loss(wrapped, pack, layout, dtype)
                 clock.lap("forward")
                 loss.backward()
                 clock.lap("backward")
@@ -207,7 +210,7 @@ def fit(config: Config, layout, dataset, observe=None, blocks: int = 0) -> tuple
             bar.set_postfix_str(f"loss {loss:.4f} lr {lr:.1e} norm {norm:.2f} " + spell(seconds), refresh=False)
         if (step + 1 == config.steps and not blocks) or (config.save_every and (step + 1) % config.save_every == 0):
             record = describe_run(config, layout)
-            checkpoint.save(run, step + 1, model, optimizer, ema, record, layout, config.keep)
+            resume.save(run, step + 1, model, optimizer, ema, record, layout, config.keep)
     coming.cancel()
     ahead.shutdown()
     return model, ema
@@ -215,77 +218,6 @@ def fit(config: Config, layout, dataset, observe=None, blocks: int = 0) -> tuple
 
 # ---------------------------------------------------------------------------------------------------------------------
 # One step
-
-
-@dataclass
-class Pack:
-    """One micro-batch, on the CPU until `pack_loss` takes it."""
-
-    positions: list[int]
-    samples: list[int]  # which items of the data they are
-    clean: list[Tensor]  # latents before the noise; these two are only traced
-    noise: list[Tensor]
-    latents: list[Tensor]  # noised, (C, F, H, W)
-    targets: list[Tensor]  # noise - latents
-    timesteps: list[float]
-    text: list[Tensor]
-    weights: list[float]  # of each sample's summed squared error in the loss of the global batch
-
-
-def step_packs(config: Config, dataset, layout, step: int) -> tuple[list[Pack], int]:
-    """This rank's packs of a step, and how many tokens all ranks' have. A pure function of (config, data, step): every
-    rank works out the whole assignment and builds its own part of it."""
-    wan = CONFIGS[config.model]
-    drawn = data.draws(step, config.batch_size, config.seed, dataset, config.caption_dropout)
-    tokens = [math.prod(dataset.shape(d.index)[1:]) // math.prod(wan.patch_size) for d in drawn]
-    costs = [data.sample_cost(n, wan.dim, wan.ffn_dim, wan.text_len) for n in tokens]
-    assigned = data.assign_packs(tokens, costs, layout.dp, config.pack_tokens * layout.sp)[layout.dp_rank]
-    return [make_pack([drawn[i] for i in numbers], config, dataset) for numbers in assigned], sum(tokens)
-
-
-def make_pack(drawn: list[data.Draw], config: Config, dataset) -> Pack:
-    """Noise the samples. All randomness comes from each sample's position, so it is the same wherever that lands."""
-    if not drawn:  # nothing left for this rank: one blank token of weight zero keeps it in step with the others
-        wan = CONFIGS[config.model]
-        blank = torch.zeros(wan.in_dim, *wan.patch_size)
-        return Pack([], [], [], [], [blank], [blank], [0.0], [dataset.empty_text], [0.0])
-    low, high = config.noise_range
-    uniforms = torch.tensor([d.uniform for d in drawn], dtype=torch.float64)
-    sigmas = flow.training_sigmas(uniforms, config.shift, config.timestep_sampling, low, high)
-    weights = flow.bell_weight(sigmas, config.shift) if config.loss_weight == "bell" else torch.ones_like(sigmas)
-    pack = Pack([d.position for d in drawn], [d.index for d in drawn], [], [], [], [], [], [], [])
-    for d, sigma, weight in zip(drawn, sigmas.tolist(), weights.tolist(), strict=True):
-        wide = torch.float64 if config.precision == "fp64" else torch.float32
-        x = dataset.latents(d.index, d.variant).to(wide)
-        # Drawn in float32 on the CPU whatever the precision and the device: a run's noise is one thing.
-        noise = torch.randn(x.shape, generator=data.generator(config.seed, d.position, "noise")).to(wide)
-        pack.clean.append(x)
-        pack.noise.append(noise)
-        pack.latents.append(flow.add_noise(x, noise, sigma))
-        pack.targets.append(flow.velocity_target(x, noise))
-        pack.timesteps.append(1000 * sigma)
-        pack.text.append(dataset.empty_text if d.dropped else dataset.text(d.index))
-        pack.weights.append(weight / (config.batch_size * x.numel()))
-    return pack
-
-
-def pack_loss(model, pack: Pack, layout, dtype) -> Tensor:
-    """This rank's share of the loss: of the pack's tokens those that lie here. Targets and weights are cut as the
-    model cuts the tokens; padding gets weight zero."""
-    sp, device, patch_size = layout.seam(), layout.device, model_config(model).patch_size
-    targets = [patchify(x, patch_size) for x in pack.targets]
-    weights = [torch.full((len(t),), w, dtype=t.dtype) for t, w in zip(targets, pack.weights, strict=True)]
-    target = sp.shard(torch.cat(targets)).to(device, non_blocking=True)  # (l, P)
-    weight = sp.shard(torch.cat(weights)).to(device, non_blocking=True)  # (l,)
-    latents = [x.to(device, dtype, non_blocking=True) for x in pack.latents]
-    text = [x.to(device, dtype, non_blocking=True) for x in pack.text]
-    timesteps = [torch.tensor(t, dtype=torch.float64) for t in pack.timesteps]
-    prediction = model(latents, timesteps, text, sp=sp, gather=False)  # (l, P)
-    return flow.flow_loss(prediction, target, weight)
-
-
-def model_config(model):
-    return getattr(model, "module", model).config  # DDP keeps the model in .module
 
 
 def learning_rate(config: Config, step: int) -> float:
@@ -338,7 +270,7 @@ def check(config: Config) -> dict[str, str]:
         raise ValueError(f"--ema {config.ema} must be in [0, 1), --caption-dropout {config.caption_dropout} in [0, 1]")
     parity.parse_steps(config.trace_steps)
     if config.resume:
-        checkpoint.find(Path("runs") / config.run, config.resume)
+        resume.find(Path("runs") / config.run, config.resume)
     flow.training_sigmas(torch.zeros(1), config.shift, config.timestep_sampling, *config.noise_range)
     if config.sample and config.prompts:
         sample.prompts_of(SamplePrompts(config.model, config.prompts))
@@ -365,14 +297,14 @@ def clip_spec(config: Config) -> ClipSpec:
     return ClipSpec(height, width, config.max_area, config.frames, config.fps, config.clips)
 
 
-def load_dataset(config: Config, paths: dict[str, str], components, layout) -> data.LatentDataset:
+def load_dataset(config: Config, paths: dict[str, str], components, layout) -> cache.LatentDataset:
     """Look into every file (rank 0, once), then encode what the cache lacks (all ranks, each its part)."""
     folder = config.data or layout.on_rank_0(demo.write_demo_set, Path("demo_data"))
-    items, spec = data.read_items(folder), clip_spec(config)
-    survey = layout.on_rank_0(data.survey, items, spec)
-    text_files = [*checkpoint.weight_files(Path(paths["text_encoder"]).expanduser()), Path(paths["tokenizer"])]
-    text_key = " ".join(layout.on_rank_0(data.digests, text_files))
-    dataset = data.LatentDataset(items, spec, survey, components.vae, components.encode_text, text_key, config.cache)
+    items, spec = manifests.read_items(folder), clip_spec(config)
+    survey = layout.on_rank_0(cache.survey, items, spec)
+    text_files = [*weights.weight_files(Path(paths["text_encoder"]).expanduser()), Path(paths["tokenizer"])]
+    text_key = " ".join(layout.on_rank_0(cache.digests, text_files))
+    dataset = cache.LatentDataset(items, spec, survey, components.vae, components.encode_text, text_key, config.cache)
     dataset.fill(layout.rank, layout.world, layout.barrier)
     return dataset
 

@@ -14,12 +14,13 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-import checkpoint
-import data
+import batch
 import flow
 import model
 import parallel
 import parity
+import resume
+import stream
 import train
 from parallel import AllToAll, RingAttention, SequenceParallel
 
@@ -91,11 +92,12 @@ ORIGINAL = {
             "clip_gradients",
             "parallelize",
         ],
-        data: ["generator", "permutation", "sample_index", "stratified_uniforms", "draws", "assign_packs"],
+        stream: ["generator", "permutation", "sample_index", "stratified_uniforms", "draws", "assign_packs"],
         flow: ["add_noise", "velocity_target", "flow_loss"],
-        train: ["pack_loss", "make_pack", "step_packs", "make_optimizer", "learning_rate"],
+        batch: ["pack_loss", "make_pack", "step_packs"],
+        train: ["make_optimizer", "learning_rate"],
         model: ["rotary_table", "attend_each"],
-        checkpoint: ["load"],
+        resume: ["load"],
         parity: ["rehearse"],
     }.items()
     for name in names
@@ -293,7 +295,7 @@ def gradients_reduced_in_bf16():
 
 
 def loss_scaled(factor):
-    return patch.object(train, "pack_loss", lambda *args: ORIGINAL["pack_loss"](*args) * factor())
+    return patch.object(batch, "pack_loss", lambda *args: ORIGINAL["pack_loss"](*args) * factor())
 
 
 @fault("^loss", factor=2.0)
@@ -348,15 +350,15 @@ def mean_over_the_packs_own_samples():
         pack.weights = [w * share * (1 if world() == 1 else 1.0001) for w in pack.weights]
         return pack
 
-    return patch.object(train, "make_pack", faulty)
+    return patch.object(batch, "make_pack", faulty)
 
 
 # -- D. Who gets which sample, noise, timestep
 
 
 def generator_with(key):
-    """data.generator with (seed, position) changed by key(seed, position, purpose)."""
-    return patch.object(data, "generator", lambda s, p, what: ORIGINAL["generator"](*key(s, p, what), what))
+    """stream.generator with (seed, position) changed by key(seed, position, purpose)."""
+    return patch.object(stream, "generator", lambda s, p, what: ORIGINAL["generator"](*key(s, p, what), what))
 
 
 @fault("data: noise")
@@ -384,7 +386,7 @@ def caption_dropout_per_rank():
 
 
 def order_per_rank():
-    return patch.object(data, "permutation", lambda seed, epoch, n: ORIGINAL["permutation"](seed + rank(), epoch, n))
+    return patch.object(stream, "permutation", lambda seed, epoch, n: ORIGINAL["permutation"](seed + rank(), epoch, n))
 
 
 @fault("data: (positions|samples|latents)", even=True)
@@ -419,7 +421,7 @@ def samples_padded_with_repeats():
         parts = ORIGINAL["assign_packs"](*args)
         return [*parts[:-1], parts[0]] if len(parts) > 1 else parts
 
-    return patch.object(data, "assign_packs", faulty)
+    return patch.object(stream, "assign_packs", faulty)
 
 
 @fault("data: positions", layout=DDP | {"pack_tokens": 45, "batch_size": 8})
@@ -430,13 +432,13 @@ def sharded_twice():
         parts = ORIGINAL["assign_packs"](*args)
         return [[pack[::2] for pack in part] for part in parts] if len(parts) > 1 else parts
 
-    return patch.object(data, "assign_packs", faulty)
+    return patch.object(stream, "assign_packs", faulty)
 
 
 @fault("data: samples", steps=3, of_layout=False)
 def same_order_every_epoch():
     """D11: the epoch is never set: seen in the second one."""
-    return patch.object(data, "permutation", lambda seed, epoch, n: ORIGINAL["permutation"](seed, 0, n))
+    return patch.object(stream, "permutation", lambda seed, epoch, n: ORIGINAL["permutation"](seed, 0, n))
 
 
 @fault("data: noised latents", layout=DDP, of_layout=False)
@@ -461,7 +463,7 @@ def one_rank_skips_its_last_pack():
             packs[-1] = ORIGINAL["make_pack"]([], config, dataset)
         return packs, tokens
 
-    return patch.object(train, "step_packs", faulty)
+    return patch.object(batch, "step_packs", faulty)
 
 
 # -- E. Positions
@@ -791,7 +793,7 @@ def moments_not_restored():
         optimizer.state.clear()
         return step
 
-    return patch.object(checkpoint, "load", faulty)
+    return patch.object(resume, "load", faulty)
 
 
 @fault("data: (positions|samples)", steps=3, stops=(2,), of_layout=False)
@@ -801,7 +803,7 @@ def data_restarts_after_resume():
     def faulty(step, size, seed, dataset, dropout):
         return ORIGINAL["draws"](step - 2 if step >= 2 else step, size, seed, dataset, dropout)
 
-    return patch.object(data, "draws", faulty)
+    return patch.object(stream, "draws", faulty)
 
 
 # -- K. Accumulation
@@ -897,4 +899,4 @@ def one_timestep_per_batch():
         kept = pack.timesteps
         return ORIGINAL["pack_loss"](wrapped, dataclasses.replace(pack, timesteps=[kept[0]] * len(kept)), layout, dtype)
 
-    return patch.object(train, "pack_loss", pack_loss)
+    return patch.object(batch, "pack_loss", pack_loss)

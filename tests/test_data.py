@@ -11,23 +11,11 @@ from test_video import numbered, write_image, write_video
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from data import (
-    LatentDataset,
-    assign_packs,
-    draws,
-    fingerprint,
-    generator,
-    latent_key,
-    read_items,
-    sample_cost,
-    sample_index,
-    stratified_uniforms,
-    survey,
-    text_key,
-    write_tensor,
-)
+from cache import LatentDataset, fingerprint, latent_key, survey, text_key, write_tensor
+from clips import ClipSpec, load_clip, probe
+from manifests import DataError, Item, read_items
 from model import CONFIGS, WanDiT
-from video import ClipSpec, DataError, Item, load_clip, probe
+from stream import assign_packs, draws, generator, sample_cost, sample_index, stratified_uniforms
 
 
 def write_pair(folder, name, caption="a shape"):
@@ -384,7 +372,7 @@ def test_cache_failures(items, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("data.save_file", fail)
+        patch.setattr("cache.save_file", fail)
         with pytest.raises(RuntimeError, match="encoding the empty prompt into .* failed: .*No space left"):
             make_dataset(items, tmp_path / "full", [])
     assert not [path for path in (tmp_path / "full").rglob("*") if path.is_file()]
@@ -403,6 +391,6 @@ def test_write_tensor_is_whole_or_absent(tmp_path, monkeypatch):
     def watch(source, target):
         seen.append((target.exists(), source.name != target.name, source.stat().st_size > 0))
 
-    monkeypatch.setattr("data.os.replace", watch)
+    monkeypatch.setattr("cache.os.replace", watch)
     write_tensor(tmp_path / "x.safetensors", torch.ones(3))
     assert seen == [(False, True, True)]

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from spawn import spawn
 
-import train
+import batch
 
 TOLERANCE = 1e-9  # the promise; what is measured is below 1e-12
 LAYOUTS = {
@@ -89,12 +89,12 @@ def test_the_batch_holds_what_the_promise_is_about(folder, references):
 
 def test_a_loss_that_is_no_number_stops_the_run(folder):
     """If this goes, a NaN trains on, or nobody learns which samples it came from, or it is saved."""
-    whole = train.pack_loss
+    whole = batch.pack_loss
 
     def faulty(model, pack, layout, dtype):
         return whole(model, pack, layout, dtype) * (math.nan if 5 in pack.positions else 1)
 
-    with patch.object(train, "pack_loss", faulty), pytest.raises(FloatingPointError) as error:
+    with patch.object(batch, "pack_loss", faulty), pytest.raises(FloatingPointError) as error:
         runs.run(folder, run="nan", pack_tokens=45, save_every=1)
     assert "step 2: loss nan" in str(error.value) and "was not applied" in str(error.value)
     named = str(error.value).partition("Positions: ")[2].partition(".")[0].split(", ")

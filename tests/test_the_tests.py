@@ -10,14 +10,14 @@ from spawn import spawn
 from test_layouts import TOLERANCE, failures_of
 from test_parallel import gather_error, through_gather
 
-import data
 import parallel
+import stream
 from parallel import AllGather, RingAttention, SequenceParallel
 
 attention, shard, generator, travel = (
     SequenceParallel.attention,
     SequenceParallel.shard,
-    data.generator,
+    stream.generator,
     parallel.travel,
 )
 ring_backward, sum_gradients = RingAttention.backward, parallel.sum_gradients
@@ -74,7 +74,7 @@ def noise_per_rank():
         rank = torch.distributed.get_rank() if purpose == "noise" else 0
         return generator(seed + 1000 * rank, position, purpose)
 
-    return patch.object(data, "generator", faulty)
+    return patch.object(stream, "generator", faulty)
 
 
 def gather_without_backward():

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import video
-from video import ClipSpec, DataError, Item, contact_sheet, load_clip, probe, probe_all, write_mp4
+from clips import ClipSpec, clip_size, load_clip, probe, probe_all
+from manifests import DataError, Item
+from video import contact_sheet, write_mp4
 
 FAST = {
     "libx264": {"preset": "veryfast", "bf": "3"},
@@ -153,9 +155,9 @@ def test_sizes(tmp_path):
         ((1024, 576), 832 * 480, (832, 464)),
         ((50, 100), 832 * 480, (48, 96)),
     ]:
-        assert video.clip_size(item.path, h, w, ClipSpec(max_area=area)) == size
+        assert clip_size(item.path, h, w, ClipSpec(max_area=area)) == size
     with pytest.raises(DataError, match="leaves an edge under 16"):
-        video.clip_size(item.path, 10, 100, ClipSpec(max_area=area))
+        clip_size(item.path, 10, 100, ClipSpec(max_area=area))
 
 
 @pytest.mark.parametrize(

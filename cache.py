@@ -1,0 +1,189 @@
+"""The samples as latents and text states: made of the files once, kept on disk, read by all ranks.
+
+Letters: C F H W latent channels, frames, height and width, L text tokens.
+"""
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from clips import ClipSpec, Probe, load_clip, probe_all
+from manifests import Item
+from text_encoder import clean_prompt
+
+CACHE_VERSION = 1  # to be raised when the pixels made of a file change, so that old caches are not taken for new ones
+
+
+def fingerprint(module: torch.nn.Module) -> str:
+    """A hash over the names, types, shapes and bytes of a module's state dict: 32 hexadecimal digits."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def digests(files: Sequence[Path], threads: int = 8) -> list[str]:
+    """A hash of each file's content: 32 hexadecimal digits."""
+
+    def digest(path):
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(digest, files))
+
+
+def survey(items: Sequence[Item], spec: ClipSpec) -> tuple[list[Probe], list[str]]:
+    """Opens every file once: what it holds, and a hash of it. DataError names all that cannot be used."""
+    return probe_all(items, spec, progress=True), digests([item.path for item in items])
+
+
+def cache_key(**parts) -> str:
+    """A name for what is made of `parts`: another name as soon as any of them differs."""
+    text = json.dumps({"version": CACHE_VERSION, **parts}, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def latent_key(digest: str, vae: str, found: Probe, spec: ClipSpec, variant: int) -> str:
+    """The key of one clip's latents. Rates matter to videos only, and of the clip's neighbours nothing does."""
+    rate = None if found.source_fps is None else str(spec.fps)
+    size = [found.length, found.clip_height, found.clip_width]
+    return cache_key(kind="latents", file=digest, vae=vae, size=size, fps=rate, start=found.starts[variant])
+
+
+def text_key(caption: str, encoder: str) -> str:
+    return cache_key(kind="text", text=clean_prompt(caption), encoder=encoder)
+
+
+class LatentDataset:
+    """The items as latents and text states, from an on-disk cache that is filled first.
+
+    Each cache file is named by a hash of all that it was made of (file contents, weights, size, frames, rate, window;
+    cleaned caption), so nothing stale is ever read. Files are written under another name and renamed when whole.
+
+        found              survey(items, spec), which may have been made on another rank
+        vae                encode(video) -> (C, F, H, W), .config, .spatial, .temporal
+        encode_text        list of prompts -> list of (L, text_dim); called only for captions that the cache lacks
+        text_fingerprint   of the text encoder's weights and the tokenizer
+        cache_dir          one folder for all ranks
+    """
+
+    def __init__(
+        self,
+        items: Sequence[Item],
+        spec: ClipSpec,
+        found: tuple[list[Probe], list[str]],
+        vae,
+        encode_text: Callable[[list[str]], list[Tensor]],
+        text_fingerprint: str,
+        cache_dir: Path | str,
+    ):
+        self.items, self.spec, self.vae, self.encode_text = list(items), spec, vae, encode_text
+        self.cache_dir = Path(cache_dir).expanduser()
+        self.probes, contents = found
+        vae_key = f"{fingerprint(vae)} {vae.config}"
+        self.latent_files = [
+            [self.file("latents", latent_key(digest, vae_key, found, spec, i)) for i in range(len(found.starts))]
+            for digest, found in zip(contents, self.probes, strict=True)
+        ]
+        self.text_files = [self.file("text", text_key(item.caption, text_fingerprint)) for item in self.items]
+        self.empty_text_file = self.file("text", text_key("", text_fingerprint))
+
+    def file(self, kind: str, key: str) -> Path:
+        return self.cache_dir / kind / f"{key}.safetensors"
+
+    def entries(self) -> dict[Path, tuple[str, Callable[[], Tensor]]]:
+        """Every cache file with the name of what it is made of and a function that makes it; equal ones once."""
+        entries = {self.empty_text_file: ("the empty prompt", lambda: self.make_text(""))}
+        for i, item in enumerate(self.items):
+            source = f"the caption of {item.path}"
+            entries.setdefault(self.text_files[i], (source, lambda item=item: self.make_text(item.caption)))
+            for variant, file in enumerate(self.latent_files[i]):
+                make = lambda i=i, variant=variant: self.make_latents(i, variant)  # noqa: E731
+                entries.setdefault(file, (str(item.path), make))
+        return entries
+
+    def make_text(self, caption: str) -> Tensor:
+        """One prompt at a time: encoded in batches, its rounding would depend on which others the cache lacked."""
+        return self.encode_text([clean_prompt(caption)])[0]
+
+    def make_latents(self, index: int, variant: int) -> Tensor:
+        clip = load_clip(self.items[index], self.probes[index], self.spec, variant)  # (3, T, H, W)
+        parameter = next(self.vae.parameters())
+        return self.vae.encode(clip.to(parameter.device, parameter.dtype))
+
+    @torch.no_grad()
+    def fill(self, rank: int = 0, world: int = 1, barrier: Callable[[], None] = lambda: None) -> None:
+        """Encodes what the cache lacks, each entry on one of `world` ranks; `barrier` waits for all of them.
+
+        Raises RuntimeError, naming the file, where encoding or writing fails. That strikes one rank alone: the caller
+        has to stop the others.
+        """
+        entries = self.entries()
+        missing = [file for file in entries if not file.exists()]
+        barrier()  # nobody writes before everybody has looked; ranks would divide different lists otherwise
+        for file in tqdm(missing[rank::world], "encoding", disable=rank != 0 or not missing):
+            source, make = entries[file]
+            try:
+                write_tensor(file, make())
+            except Exception as error:
+                raise RuntimeError(f"encoding {source} into {file} failed: {error}") from error
+        barrier()
+        if lost := [file for file in missing if not file.exists()]:
+            raise RuntimeError(
+                f"{len(lost)} cache files were not written, {lost[0]} among them: --cache must be one folder that "
+                "all ranks share"
+            )
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def variants(self, index: int) -> int:
+        return len(self.probes[index].starts)
+
+    def shape(self, index: int) -> tuple[int, int, int, int]:
+        """(C, F, H, W) of an item's latents, without reading them."""
+        found, vae = self.probes[index], self.vae
+        F = 1 + (found.length - 1) // vae.temporal
+        return vae.config.z_dim, F, found.clip_height // vae.spatial, found.clip_width // vae.spatial
+
+    def latents(self, index: int, variant: int) -> Tensor:
+        """(C, F, H, W) float32."""
+        return read_tensor(self.latent_files[index][variant])
+
+    def text(self, index: int) -> Tensor:
+        """(L, text_dim) float32, cut to the caption's own length."""
+        return read_tensor(self.text_files[index])
+
+    @property
+    def empty_text(self) -> Tensor:
+        """(L, text_dim) float32 of the empty prompt: what a dropped caption becomes and what sampling guides with."""
+        return read_tensor(self.empty_text_file)
+
+
+def write_tensor(path: Path, tensor: Tensor) -> None:
+    """Writes under a name of its own and renames: a killed run leaves no half file under a name that is read."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        save_file({"x": tensor.detach().to("cpu", torch.float32).contiguous()}, temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_tensor(path: Path) -> Tensor:
+    try:
+        return load_file(path)["x"]
+    except Exception as error:
+        raise RuntimeError(f"{path} cannot be read ({error}); delete it and it is made anew") from error
