@@ -1,65 +1,129 @@
 """The packs of a step: samples drawn, read, noised and laid end to end; and the loss of a pack."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 import flow
 import stream
+from condition import frame_sigmas
 from model import CONFIGS, patchify
+from presets import PRESETS
+
+IMAGE_TOKENS = 257  # CLIP's class token and 16 x 16 patches
 
 
 @dataclass
 class Pack:
-    """One micro-batch, on the CPU until `pack_loss` takes it."""
+    """One micro-batch, on the CPU until `pack_loss` takes it. One entry per sample; F its latent frames."""
 
-    positions: list[int]
-    samples: list[int]  # which items of the data they are
-    clean: list[Tensor]  # latents before the noise; these two are only traced
-    noise: list[Tensor]
-    latents: list[Tensor]  # noised, (C, F, H, W)
-    targets: list[Tensor]  # noise - latents
-    timesteps: list[float]
-    text: list[Tensor]
-    weights: list[float]  # of each sample's summed squared error in the loss of the global batch
+    positions: list[int] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)  # which items of the data they are
+    clean: list[Tensor] = field(default_factory=list)  # latents before the noise; these two are only traced
+    noise: list[Tensor] = field(default_factory=list)
+    latents: list[Tensor] = field(default_factory=list)  # noised, (C, F, H, W)
+    targets: list[Tensor] = field(default_factory=list)  # noise - latents
+    timesteps: list[Tensor] = field(default_factory=list)  # (1,), or (F,) where the first latent frame is given
+    text: list[Tensor] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)  # (1,) or (F,): of each squared error in the global loss
+    condition: list[Tensor] = field(default_factory=list)  # empty where the model takes none, as the next
+    image: list[Tensor] = field(default_factory=list)  # (1 or 2, 257, clip_dim)
 
 
-def step_packs(config, dataset, layout, step: int) -> tuple[list[Pack], int]:
-    """This rank's packs of a step, and how many tokens all ranks' have. A pure function of (config, data, step): every
-    rank works out the whole assignment and builds its own part of it."""
+@dataclass
+class Step:
+    """This rank's part of a step, and what is known of the whole."""
+
+    packs: dict[str, list[Pack]]  # by expert, "" where the model is one; none for one without samples
+    samples: dict[str, int]  # how many of the global batch are each expert's
+    tokens: int  # of all ranks
+    idle: float  # share of the step that the average data-parallel rank waits for the busiest, by modelled cost
+
+
+def step_packs(config, dataset, layout, step: int) -> Step:
+    """A pure function of (config, data, step): every rank works out the whole assignment and builds its own part."""
     wan = CONFIGS[config.model]
     drawn = stream.draws(step, config.batch_size, config.seed, dataset, config.caption_dropout)
+    sigmas = sigmas_of(drawn, config)
     tokens = [math.prod(dataset.shape(d.index)[1:]) // math.prod(wan.patch_size) for d in drawn]
     costs = [stream.sample_cost(n, wan.dim, wan.ffn_dim, wan.text_len) for n in tokens]
-    assigned = stream.assign_packs(tokens, costs, layout.dp, config.pack_tokens * layout.sp)[layout.dp_rank]
-    return [make_pack([drawn[i] for i in numbers], config, dataset) for numbers in assigned], sum(tokens)
+    result = Step({}, {}, sum(tokens), 0.0)
+    busiest = 0.0
+    for expert, numbers in routed(sigmas, config).items():
+        shares = stream.assign_packs(
+            [tokens[i] for i in numbers], [costs[i] for i in numbers], layout.dp, config.pack_tokens * layout.sp
+        )
+        busiest += max(sum(costs[numbers[j]] for pack in share for j in pack) for share in shares)
+        packs = [[numbers[j] for j in pack] for pack in shares[layout.dp_rank]]
+        result.packs[expert] = [
+            make_pack([drawn[i] for i in pack], [sigmas[i] for i in pack], config, dataset) for pack in packs
+        ]
+        result.samples[expert] = len(numbers)
+    result.idle = 1 - sum(costs) / (layout.dp * busiest)
+    return result
 
 
-def make_pack(drawn: list[stream.Draw], config, dataset) -> Pack:
-    """Noise the samples. All randomness comes from each sample's position, so it is the same wherever that lands."""
-    if not drawn:  # nothing left for this rank: one blank token of weight zero keeps it in step with the others
-        wan = CONFIGS[config.model]
-        blank = torch.zeros(wan.in_dim, *wan.patch_size)
-        return Pack([], [], [], [], [blank], [blank], [0.0], [dataset.empty_text], [0.0])
-    low, high = config.noise_range
+def sigmas_of(drawn: list[stream.Draw], config) -> list[float]:
     uniforms = torch.tensor([d.uniform for d in drawn], dtype=torch.float64)
-    sigmas = flow.training_sigmas(uniforms, config.shift, config.timestep_sampling, low, high)
-    weights = flow.bell_weight(sigmas, config.shift) if config.loss_weight == "bell" else torch.ones_like(sigmas)
-    pack = Pack([d.position for d in drawn], [d.index for d in drawn], [], [], [], [], [], [], [])
-    for d, sigma, weight in zip(drawn, sigmas.tolist(), weights.tolist(), strict=True):
+    return flow.training_sigmas(uniforms, config.shift, config.timestep_sampling, *config.noise_range).tolist()
+
+
+def routed(sigmas: list[float], config) -> dict[str, list[int]]:
+    """Which samples of a step each expert trains on, by their sigma; experts without any are left out."""
+    if config.expert != "both":
+        return {config.expert: list(range(len(sigmas)))}
+    boundary = PRESETS[config.model].boundary
+    high = [i for i, sigma in enumerate(sigmas) if sigma >= boundary]
+    low = [i for i, sigma in enumerate(sigmas) if sigma < boundary]
+    return {name: numbers for name, numbers in (("high", high), ("low", low)) if numbers}
+
+
+def make_pack(drawn: list[stream.Draw], sigmas: list[float], config, dataset) -> Pack:
+    """Noise the samples. All randomness comes from each sample's position, so it is the same wherever that lands."""
+    if not drawn:
+        return empty_pack(CONFIGS[config.model], dataset)
+    pack = Pack([d.position for d in drawn], [d.index for d in drawn])
+    bell = flow.bell_weight(torch.tensor(sigmas, dtype=torch.float64), config.shift)
+    for d, sigma, weight in zip(drawn, sigmas, bell.tolist(), strict=True):
         wide = torch.float64 if config.precision == "fp64" else torch.float32
-        x = dataset.latents(d.index, d.variant).to(wide)
+        sample = {name: x.to(wide) for name, x in dataset.sample(d.index, d.variant).items()}
+        given = is_conditioned(d.position, config)
+        for name, values in (("condition", pack.condition), ("image", pack.image)):
+            if name in sample:
+                values.append(sample[name] if given else torch.zeros_like(sample[name]))
+        x = sample["latents"]
         # Drawn in float32 on the CPU whatever the precision and the device: a run's noise is one thing.
         noise = torch.randn(x.shape, generator=stream.generator(config.seed, d.position, "noise")).to(wide)
+        noise_levels, counted = torch.tensor([sigma], dtype=torch.float64), x.numel()
+        if given and PRESETS[config.model].condition == "first-latent" and x.shape[1] > 1:
+            noise_levels, counted = frame_sigmas(sigma, x.shape[1]), x[:, 1:].numel()
         pack.clean.append(x)
         pack.noise.append(noise)
-        pack.latents.append(flow.add_noise(x, noise, sigma))
+        pack.latents.append(flow.add_noise(x, noise, noise_levels.view(-1, 1, 1)))
         pack.targets.append(flow.velocity_target(x, noise))
-        pack.timesteps.append(1000 * sigma)
+        pack.timesteps.append(1000 * noise_levels)
         pack.text.append(dataset.empty_text if d.dropped else dataset.text(d.index))
-        pack.weights.append(weight / (config.batch_size * x.numel()))
+        weight = weight if config.loss_weight == "bell" else 1.0
+        pack.weights.append((noise_levels > 0) * weight / (config.batch_size * counted))  # what is given has no loss
+    return pack
+
+
+def is_conditioned(position: int, config) -> bool:
+    """Whether the sample at a position is given its frames, or trains as text to video."""
+    chance = torch.rand((), generator=stream.generator(config.seed, position, "condition"), dtype=torch.float64)
+    return float(chance) < config.image_condition
+
+
+def empty_pack(wan, dataset) -> Pack:
+    """Nothing left for this rank: one blank token of weight zero keeps it in step with the others."""
+    blank, zero = torch.zeros(wan.out_dim, *wan.patch_size), torch.zeros(1, dtype=torch.float64)
+    pack = Pack(latents=[blank], targets=[blank], timesteps=[zero], text=[dataset.empty_text], weights=[zero])
+    if wan.in_dim > wan.out_dim:
+        pack.condition.append(torch.zeros(wan.in_dim - wan.out_dim, *wan.patch_size))
+    if wan.reads_clip:
+        pack.image.append(torch.zeros(2 if wan.model_type == "flf2v" else 1, IMAGE_TOKENS, wan.clip_dim))
     return pack
 
 
@@ -68,13 +132,22 @@ def pack_loss(model, pack: Pack, layout, dtype) -> Tensor:
     model cuts the tokens; padding gets weight zero."""
     sp, device, patch_size = layout.seam(), layout.device, model_config(model).patch_size
     targets = [patchify(x, patch_size) for x in pack.targets]
-    weights = [torch.full((len(t),), w, dtype=t.dtype) for t, w in zip(targets, pack.weights, strict=True)]
+    weights = [w.repeat_interleave(len(t) // len(w)).to(t.dtype) for t, w in zip(targets, pack.weights, strict=True)]
     target = sp.shard(torch.cat(targets)).to(device, non_blocking=True)  # (l, P)
     weight = sp.shard(torch.cat(weights)).to(device, non_blocking=True)  # (l,)
-    latents = [x.to(device, dtype, non_blocking=True) for x in pack.latents]
-    text = [x.to(device, dtype, non_blocking=True) for x in pack.text]
-    timesteps = [torch.tensor(t, dtype=torch.float64) for t in pack.timesteps]
-    prediction = model(latents, timesteps, text, sp=sp, gather=False)  # (l, P)
+
+    def ready(tensors: list[Tensor]) -> list[Tensor]:
+        return [x.to(device, dtype, non_blocking=True) for x in tensors]
+
+    prediction = model(
+        ready(pack.latents),
+        pack.timesteps,
+        ready(pack.text),
+        image=torch.cat(ready(pack.image)) if pack.image else None,
+        condition=ready(pack.condition) if pack.condition else None,
+        sp=sp,
+        gather=False,
+    )  # (l, P)
     return flow.flow_loss(prediction, target, weight)
 
 

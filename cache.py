@@ -16,11 +16,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from clips import ClipSpec, Probe, load_clip, probe_all
+from clips import ClipSpec, Probe, load_clip, load_picture, probe_all
+from condition import padded, with_mask
 from manifests import Item
 from text_encoder import clean_prompt
 
-CACHE_VERSION = 1  # to be raised when the pixels made of a file change, so that old caches are not taken for new ones
+CACHE_VERSION = 2  # to be raised when the pixels made of a file change, so that old caches are not taken for new ones
 
 
 def fingerprint(module: torch.nn.Module) -> str:
@@ -45,7 +46,10 @@ def digests(files: Sequence[Path], threads: int = 8) -> list[str]:
 
 def survey(items: Sequence[Item], spec: ClipSpec) -> tuple[list[Probe], list[str]]:
     """Opens every file once: what it holds, and a hash of it. DataError names all that cannot be used."""
-    return probe_all(items, spec, progress=True), digests([item.path for item in items])
+    files = [[path for path in (item.path, item.first_frame, item.last_frame) if path is not None] for item in items]
+    found = iter(digests([path for paths in files for path in paths]))
+    contents = ["/".join(next(found) for _ in paths) for paths in files]
+    return probe_all(items, spec, progress=True), contents
 
 
 def cache_key(**parts) -> str:
@@ -54,11 +58,11 @@ def cache_key(**parts) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def latent_key(digest: str, vae: str, found: Probe, spec: ClipSpec, variant: int) -> str:
-    """The key of one clip's latents. Rates matter to videos only, and of the clip's neighbours nothing does."""
+def sample_key(digest: str, encoders: str, found: Probe, spec: ClipSpec, variant: int) -> str:
+    """The key of one clip. Rates matter to videos only, and of the clip's neighbours nothing does."""
     rate = None if found.source_fps is None else str(spec.fps)
     size = [found.length, found.clip_height, found.clip_width]
-    return cache_key(kind="latents", file=digest, vae=vae, size=size, fps=rate, start=found.starts[variant])
+    return cache_key(kind="sample", file=digest, encoders=encoders, size=size, fps=rate, start=found.starts[variant])
 
 
 def text_key(caption: str, encoder: str) -> str:
@@ -68,14 +72,17 @@ def text_key(caption: str, encoder: str) -> str:
 class LatentDataset:
     """The items as latents and text states, from an on-disk cache that is filled first.
 
-    Each cache file is named by a hash of all that it was made of (file contents, weights, size, frames, rate, window;
-    cleaned caption), so nothing stale is ever read. Files are written under another name and renamed when whole.
+    Each cache file is named by a hash of all that it was made of (file contents, weights, size, frames, rate, window,
+    condition; cleaned caption), so nothing stale is ever read. Files are written under another name and renamed when
+    whole.
 
         found              survey(items, spec), which may have been made on another rank
         vae                encode(video) -> (C, F, H, W), .config, .spatial, .temporal
         encode_text        list of prompts -> list of (L, text_dim); called only for captions that the cache lacks
         text_fingerprint   of the text encoder's weights and the tokenizer
         cache_dir          one folder for all ranks
+        condition          what the model is given of a clip, see presets.py
+        image_encoder      the CLIP tower whose features it is given as well, or None
     """
 
     def __init__(
@@ -87,13 +94,18 @@ class LatentDataset:
         encode_text: Callable[[list[str]], list[Tensor]],
         text_fingerprint: str,
         cache_dir: Path | str,
+        condition: str = "",
+        image_encoder=None,
     ):
         self.items, self.spec, self.vae, self.encode_text = list(items), spec, vae, encode_text
+        self.conditioned, self.image_encoder = condition, image_encoder
         self.cache_dir = Path(cache_dir).expanduser()
         self.probes, contents = found
-        vae_key = f"{fingerprint(vae)} {vae.config}"
-        self.latent_files = [
-            [self.file("latents", latent_key(digest, vae_key, found, spec, i)) for i in range(len(found.starts))]
+        encoders = f"{fingerprint(vae)} {vae.config} {condition}"
+        if image_encoder is not None:
+            encoders += f" {fingerprint(image_encoder)} {image_encoder.config}"
+        self.sample_files = [
+            [self.file("samples", sample_key(digest, encoders, found, spec, i)) for i in range(len(found.starts))]
             for digest, found in zip(contents, self.probes, strict=True)
         ]
         self.text_files = [self.file("text", text_key(item.caption, text_fingerprint)) for item in self.items]
@@ -102,25 +114,41 @@ class LatentDataset:
     def file(self, kind: str, key: str) -> Path:
         return self.cache_dir / kind / f"{key}.safetensors"
 
-    def entries(self) -> dict[Path, tuple[str, Callable[[], Tensor]]]:
+    def entries(self) -> dict[Path, tuple[str, Callable[[], dict[str, Tensor]]]]:
         """Every cache file with the name of what it is made of and a function that makes it; equal ones once."""
         entries = {self.empty_text_file: ("the empty prompt", lambda: self.make_text(""))}
         for i, item in enumerate(self.items):
             source = f"the caption of {item.path}"
             entries.setdefault(self.text_files[i], (source, lambda item=item: self.make_text(item.caption)))
-            for variant, file in enumerate(self.latent_files[i]):
-                make = lambda i=i, variant=variant: self.make_latents(i, variant)  # noqa: E731
+            for variant, file in enumerate(self.sample_files[i]):
+                make = lambda i=i, variant=variant: self.make_sample(i, variant)  # noqa: E731
                 entries.setdefault(file, (str(item.path), make))
         return entries
 
-    def make_text(self, caption: str) -> Tensor:
+    def make_text(self, caption: str) -> dict[str, Tensor]:
         """One prompt at a time: encoded in batches, its rounding would depend on which others the cache lacked."""
-        return self.encode_text([clean_prompt(caption)])[0]
+        return {"text": self.encode_text([clean_prompt(caption)])[0]}
 
-    def make_latents(self, index: int, variant: int) -> Tensor:
-        clip = load_clip(self.items[index], self.probes[index], self.spec, variant)  # (3, T, H, W)
+    def make_sample(self, index: int, variant: int) -> dict[str, Tensor]:
+        """The tensors of one clip: "latents"; for some models "condition", the latents of its first (and last) frame
+        and grey between, and "image", the CLIP features of these frames."""
+        item = self.items[index]
         parameter = next(self.vae.parameters())
-        return self.vae.encode(clip.to(parameter.device, parameter.dtype))
+        clip = load_clip(item, self.probes[index], self.spec, variant).to(parameter.device, parameter.dtype)
+        first, last = (  # (3, 1, H, W) each
+            frame if path is None else load_picture(path, frame.shape[2:]).to(frame)
+            for path, frame in ((item.first_frame, clip[:, :1]), (item.last_frame, clip[:, -1:]))
+        )
+        last = last if self.conditioned == "first-last" else None
+        tensors = {"latents": self.vae.encode(clip)}
+        if self.conditioned == "first-latent" and item.first_frame is not None:
+            tensors["latents"][:, :1] = self.vae.encode(first)  # the VAE is causal: frame 0 alone gives latent frame 0
+        if self.conditioned in ("first", "first-last"):
+            tensors["condition"] = self.vae.encode(padded(first, clip.shape[1], last))
+        if self.image_encoder is not None:
+            pictures = [first] if last is None else [first, last]
+            tensors["image"] = self.image_encoder.encode(pictures)  # (1 or 2, 257, clip_dim)
+        return tensors
 
     @torch.no_grad()
     def fill(self, rank: int = 0, world: int = 1, barrier: Callable[[], None] = lambda: None) -> None:
@@ -135,7 +163,7 @@ class LatentDataset:
         for file in tqdm(missing[rank::world], "encoding", disable=rank != 0 or not missing):
             source, make = entries[file]
             try:
-                write_tensor(file, make())
+                write_tensors(file, make())
             except Exception as error:
                 raise RuntimeError(f"encoding {source} into {file} failed: {error}") from error
         barrier()
@@ -157,33 +185,37 @@ class LatentDataset:
         F = 1 + (found.length - 1) // vae.temporal
         return vae.config.z_dim, F, found.clip_height // vae.spatial, found.clip_width // vae.spatial
 
-    def latents(self, index: int, variant: int) -> Tensor:
-        """(C, F, H, W) float32."""
-        return read_tensor(self.latent_files[index][variant])
+    def sample(self, index: int, variant: int) -> dict[str, Tensor]:
+        """float32: "latents" (C, F, H, W), and as the model wants it "condition" (20, F, H, W), which is the mask and
+        the latents of what is given, and "image" (1 or 2, 257, clip_dim)."""
+        tensors = read_tensors(self.sample_files[index][variant])
+        if "condition" in tensors:
+            tensors["condition"] = with_mask(tensors["condition"], self.conditioned)
+        return tensors
 
     def text(self, index: int) -> Tensor:
         """(L, text_dim) float32, cut to the caption's own length."""
-        return read_tensor(self.text_files[index])
+        return read_tensors(self.text_files[index])["text"]
 
     @property
     def empty_text(self) -> Tensor:
         """(L, text_dim) float32 of the empty prompt: what a dropped caption becomes and what sampling guides with."""
-        return read_tensor(self.empty_text_file)
+        return read_tensors(self.empty_text_file)["text"]
 
 
-def write_tensor(path: Path, tensor: Tensor) -> None:
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Writes under a name of its own and renames: a killed run leaves no half file under a name that is read."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:
-        save_file({"x": tensor.detach().to("cpu", torch.float32).contiguous()}, temporary)
+        save_file({k: x.detach().to("cpu", torch.float32).contiguous() for k, x in tensors.items()}, temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def read_tensor(path: Path) -> Tensor:
+def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
-        return load_file(path)["x"]
+        return load_file(path)
     except Exception as error:
         raise RuntimeError(f"{path} cannot be read ({error}); delete it and it is made anew") from error

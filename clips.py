@@ -130,6 +130,11 @@ def load_clip(item: Item, found: Probe, spec: ClipSpec, variant: int = 0) -> Ten
     return torch.stack([fit(upright_rgb(frame), size) for frame in decode_video(item.path, indices)], dim=1)
 
 
+def load_picture(path: Path, size: tuple[int, int]) -> Tensor:
+    """A picture file, scaled to cover size = (H, W) and cut at its centre: (3, 1, H, W) in [-1, 1]."""
+    return fit(decode_image(path), size)[:, None]
+
+
 def source_index(k: int, source_fps: Fraction, fps: Fraction) -> int:
     """The source frame on screen when frame k of the model's rate is due, at k / fps seconds."""
     return math.floor(k * source_fps / fps)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class Adapter(NamedTuple):
-    """What a LoRA file says of one linear layer; r the rank. The layer's weight grows by scale * alpha / r * up @ down."""
+    """What a LoRA file says of one linear layer, whose weight grows by scale * alpha / r * up @ down; r the rank."""
 
     down: Tensor  # A, (r, in)
     up: Tensor  # B, (out, r)

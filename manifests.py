@@ -24,6 +24,8 @@ class Item:
     path: Path
     caption: str
     kind: str
+    first_frame: Path | None = None  # a picture in place of the clip's own first frame, for image to video
+    last_frame: Path | None = None
 
 
 def read_items(path: Path | str) -> list[Item]:

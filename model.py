@@ -59,8 +59,14 @@ class WanConfig:
         return self.model_type in ("i2v", "flf2v") and self.clip_dim > 0
 
 
+DEMO = dict(dim=128, ffn_dim=512, num_heads=4, num_layers=4, text_dim=64, text_len=32, freq_dim=64)
 CONFIGS = {
-    "demo": WanConfig(dim=128, ffn_dim=512, num_heads=4, num_layers=4, text_dim=64, text_len=32, freq_dim=64),
+    "demo": WanConfig(**DEMO),
+    "demo-i2v": WanConfig("i2v", in_dim=36, clip_dim=32, **DEMO),
+    "demo-flf2v": WanConfig("flf2v", in_dim=36, clip_dim=32, **DEMO),
+    "demo-t2v-experts": WanConfig(**DEMO),
+    "demo-i2v-experts": WanConfig("i2v", in_dim=36, clip_dim=0, **DEMO),
+    "demo-ti2v": WanConfig("ti2v", in_dim=48, out_dim=48, **DEMO),
     "wan2.1-t2v-1.3b": WanConfig("t2v", dim=1536, ffn_dim=8960, num_heads=12, num_layers=30),
     "wan2.1-t2v-14b": WanConfig("t2v", dim=5120, ffn_dim=13824, num_heads=40, num_layers=40),
     "wan2.1-i2v-14b": WanConfig("i2v", dim=5120, ffn_dim=13824, num_heads=40, num_layers=40, in_dim=36),

@@ -93,6 +93,14 @@ class Layout:
             raise ValueError(f"rank 0 failed: {outcome[1]}")
         return outcome[0]
 
+    def gather_objects(self, mine: list) -> list:
+        """Every rank's list, end to end in the order of ranks."""
+        everyones = [mine]
+        if self.world > 1:
+            everyones = [None] * self.world
+            dist.all_gather_object(everyones, mine)
+        return [x for part in everyones for x in part]
+
     def sum(self, x: Tensor) -> Tensor:
         """x summed over all ranks, in place."""
         if self.world > 1:

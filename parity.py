@@ -58,7 +58,7 @@ class RunTrace(Trace):
     table, modulation and text in front of the first block; q, k, v after rotation, attention, cross-attention and
     output of every block; the prediction."""
 
-    def __init__(self, config, run: Path, layout, model, optimizer, dataset, schedule):
+    def __init__(self, config, run: Path, layout, part, dataset, schedule):
         what = dataclasses.asdict(config)
         identity = {k: v for k, v in what.items() if k not in LAYOUT_OPTIONS | KEEPING_OPTIONS | PATH_OPTIONS}
         identity["data"] = content_of(dataset)
@@ -66,7 +66,7 @@ class RunTrace(Trace):
         about = {"identity": identity, "precision": PRECISIONS[config.precision]}
         about |= {"layout": {k: v for k, v in what.items() if k in LAYOUT_OPTIONS}}
         where, group, steps = run / "trace", layout.patient_group, parse_steps(config.trace_steps)
-        super().__init__(model, where, {}, optimizer, about, layout.sp, layout.world, steps, group)
+        super().__init__(part.wrapped, where, {}, part.optimizer, about, layout.sp, layout.world, steps, group)
         self.config, self.layout, self.schedule, self.samples = config, layout, schedule, len(dataset)
         self.measures = True  # the noise floor, before the first step
         self.one = layout.sp_rank == 0  # of what a sequence-parallel group has alike, its first rank's counts
@@ -120,6 +120,7 @@ class RunTrace(Trace):
             values = {"positions": position, "samples": pack.samples[i], "latents": pack.clean[i], "text": pack.text[i]}
             values |= {"timesteps": pack.timesteps[i], "noise": pack.noise[i], "noised latents": pack.latents[i]}
             values |= {"target": pack.targets[i], "weights": pack.weights[i]}
+            values |= {name: getattr(pack, name)[i] for name in ("condition", "image") if getattr(pack, name)}
             for name, value in values.items():
                 value = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64)
                 self.add("input", name, value.reshape(1, -1), str(position), self.one, "sp")
@@ -132,6 +133,7 @@ class RunTrace(Trace):
             return None
         latents, timesteps, text = args
         given = {"model.latents": latents, "model.timesteps": timesteps, "model.text": text}
+        given |= {f"model.{name}": kwargs[name] for name in ("condition",) if kwargs.get(name) is not None}
         for name, values in given.items():
             for position, value in zip(self.current.positions, values, strict=True):
                 value = torch.as_tensor(value)
@@ -193,18 +195,18 @@ class NoTrace:
         return contextlib.nullcontext()
 
 
-def trace_of(config, run: Path, layout, wrapped, optimizer, dataset, learning_rate, blocks: int):
-    """The trace of a run. Rehearsals on many processes are judged by the noise that their reference measured."""
+def trace_of(config, run: Path, layout, part, dataset, learning_rate, blocks: int):
+    """Of a model in training. Rehearsals on many processes are judged by the noise that their reference measured."""
     if not config.trace:
         return NoTrace()
-    trace = RunTrace(config, run, layout, wrapped, optimizer, dataset, learning_rate)
+    trace = RunTrace(config, run, layout, part, dataset, learning_rate)
     trace.measures = not blocks or layout.world == 1
     return trace
 
 
 def content_of(dataset) -> str:
     """A name for the data: the cache's keys follow from the files' contents, the clips' geometry and the encoders."""
-    files = [*(f for files in dataset.latent_files for f in files), *dataset.text_files]
+    files = [*(f for files in dataset.sample_files for f in files), *dataset.text_files]
     return hashlib.blake2b(" ".join(f.stem for f in files).encode(), digest_size=8).hexdigest()
 
 
@@ -234,7 +236,7 @@ class Cropped:
 
     def __init__(self, dataset, frames: int = 5, edge: int = 16):
         self.dataset, self.frames, self.edge = dataset, frames, edge
-        self.latent_files, self.text_files = dataset.latent_files, dataset.text_files
+        self.sample_files, self.text_files = dataset.sample_files, dataset.text_files
 
     def __len__(self):
         return len(self.dataset)
@@ -246,9 +248,11 @@ class Cropped:
         c, f, h, w = self.dataset.shape(index)
         return c, min(f, self.frames), min(h, self.edge), min(w, self.edge)
 
-    def latents(self, index: int, variant: int) -> Tensor:
+    def sample(self, index: int, variant: int) -> dict[str, Tensor]:
         _, f, h, w = self.shape(index)
-        return self.dataset.latents(index, variant)[:, :f, :h, :w].contiguous()
+        tensors = self.dataset.sample(index, variant)
+        large = tensors.keys() & {"latents", "condition"}
+        return tensors | {name: tensors[name][:, :f, :h, :w].contiguous() for name in large}
 
 
 class MadeUp:
@@ -257,24 +261,30 @@ class MadeUp:
     SHAPES = ((3, 6, 10), (2, 10, 4), (1, 6, 6), (1, 2, 10), (1, 4, 14))
 
     def __init__(self, wan, shapes=SHAPES):
-        channels, (pt, _, _) = wan.in_dim, wan.patch_size
-        g = torch.Generator().manual_seed(0)
-        self.items = [torch.randn(channels, f * pt, h, w, generator=g) for f, h, w in shapes]
+        pt, g = wan.patch_size[0], torch.Generator().manual_seed(0)
+        self.items = []
+        for f, h, w in shapes:
+            item = {"latents": torch.randn(wan.out_dim, f * pt, h, w, generator=g)}
+            if wan.in_dim > wan.out_dim:
+                item["condition"] = torch.randn(wan.in_dim - wan.out_dim, f * pt, h, w, generator=g)
+            if wan.reads_clip:
+                item["image"] = torch.randn(1 + (wan.model_type == "flf2v"), 257, wan.clip_dim, generator=g)
+            self.items.append(item)
         self.texts = [torch.randn(2 + i % 8, wan.text_dim, generator=g) for i in range(len(self.items))]
         self.empty_text = torch.randn(1, wan.text_dim, generator=g)
-        self.latent_files, self.text_files = [[Path(f"made up {shapes}")]], []
+        self.sample_files, self.text_files = [[Path(f"made up {shapes}")]], []
 
     def __len__(self):
         return len(self.items)
 
     def shape(self, index: int):
-        return self.items[index].shape
+        return self.items[index]["latents"].shape
 
     def variants(self, index: int) -> int:
         return 1
 
-    def latents(self, index: int, variant: int) -> Tensor:
-        return self.items[index]
+    def sample(self, index: int, variant: int) -> dict[str, Tensor]:
+        return dict(self.items[index])
 
     def text(self, index: int) -> Tensor:
         return self.texts[index]
@@ -311,12 +321,14 @@ def verify_layout(fit, config, layout, dataset, layers: int = 2):
     one = dataclasses.replace(small, run=names[0], pack_tokens=0, shard="none", recompute="none")
     layout.on_rank_0(lambda: rehearse(fit, one, parallel.Layout(device=layout.device), Cropped(dataset), layers))
     rehearse(fit, dataclasses.replace(small, run=names[1]), layout, Cropped(dataset), layers)
-    verdict = layout.on_rank_0(lambda: diff(*(Path("runs") / name for name in names)))
-    if verdict.code:
-        raise ValueError(f"--verify-layout: this layout does not compute what one process does. {verdict.text}")
-    if layout.rank == 0:
-        worst = ", ".join(f"{phase} {verdict.worst[phase]:.0e}" for phase in ("loss", "gradient", "parameter"))
-        print(f"layout verified against one process in float64: {worst}", flush=True)
+    for expert in ("high", "low") if config.expert == "both" else (config.expert,):
+        verdict = layout.on_rank_0(lambda expert=expert: diff(*(Path("runs") / name / expert for name in names)))
+        if verdict.code:
+            raise ValueError(f"--verify-layout: this layout does not compute what one process does. {verdict.text}")
+        if layout.rank == 0:
+            worst = ", ".join(f"{phase} {verdict.worst[phase]:.0e}" for phase in ("loss", "gradient", "parameter"))
+            which = f", {expert}-noise expert" if expert else ""
+            print(f"layout verified against one process in float64{which}: {worst}", flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -350,7 +362,7 @@ def check(options: Check) -> int:
     shared = {k: v for k, v in dataclasses.asdict(options).items() if k not in ("layers", "resume_after", "name")}
     if not options.data:  # then these files are not read
         shared |= dict.fromkeys(("vae", "text_encoder", "tokenizer"), "scratch")
-    base = train.Config(
+    options_given = dict(
         **shared,
         run=options.name,
         warmup_steps=0,
@@ -360,6 +372,7 @@ def check(options: Check) -> int:
         sample=False,
         trace=True,
     )
+    base = train.settle(train.Config(**options_given))
     everyone = parallel.start()
     dataset = MadeUp(CONFIGS[options.model])
     if options.data:

@@ -4,6 +4,7 @@ it when it was saved; so it loads under any number of processes and any sharding
     runs/NAME/step-000100/model.safetensors      weights in official names, in the master dtype
     runs/NAME/step-000100/ema.safetensors        their moving average, with --ema
     runs/NAME/step-000100/state/                 weights, optimizer and average, sharded
+    runs/NAME/step-000100/high-model.safetensors ... where there are two experts, each has files of its own
     runs/NAME/step-000100/config.json            the options and the layout that wrote it
     runs/NAME/latest                             the name of the newest complete checkpoint
 """
@@ -14,8 +15,8 @@ import shutil
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -24,17 +25,23 @@ from torch.distributed.checkpoint.state_dict import (
 
 from weights import whole_weights, write_weights
 
+TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)  # frozen weights come from --checkpoint
 
-def save(run: Path, step: int, model: nn.Module, optimizer, ema: dict[str, Tensor], config: dict, layout, keep: int):
-    """Write runs/NAME/step-STEP and name it in `latest`; every rank calls. Of older checkpoints the last `keep` stay
-    (0: all)."""
+
+def save(run: Path, step: int, parts: dict, config: dict, layout, keep: int):
+    """Write runs/NAME/step-STEP and name it in `latest`; every rank calls. parts: {expert: train.Part}. Of older
+    checkpoints the last `keep` stay (0: all)."""
     final = run / f"step-{step:06d}"
     partial = run / f"{final.name}.partial"
     layout.on_rank_0(prepare_folder, partial)
-    dcp.save(training_state(model, optimizer, ema), checkpoint_id=partial / "state", no_dist=layout.world == 1)
-    weights = whole_weights(dict(model.named_parameters()), layout.rank)
-    averages = whole_weights(ema, layout.rank)
-    layout.on_rank_0(finish, run, partial, final, weights, averages, {**config, "step": step}, keep)
+    dcp.save(training_state(parts), checkpoint_id=partial / "state", no_dist=layout.world == 1)
+    files = {}
+    for expert, part in parts.items():
+        prefix = f"{expert}-" if expert else ""
+        files[f"{prefix}model.safetensors"] = whole_weights(dict(part.model.named_parameters()), layout.rank)
+        if part.ema:
+            files[f"{prefix}ema.safetensors"] = whole_weights(part.ema, layout.rank)
+    layout.on_rank_0(finish, run, partial, final, files, {**config, "step": step}, keep)
 
 
 def prepare_folder(partial: Path):
@@ -42,11 +49,10 @@ def prepare_folder(partial: Path):
     partial.mkdir(parents=True)
 
 
-def finish(run: Path, partial: Path, final: Path, weights: dict, averages: dict, config: dict, keep: int):
+def finish(run: Path, partial: Path, final: Path, files: dict, config: dict, keep: int):
     """Rank 0's part of `save`: the weights files, then the names under which others find the checkpoint."""
-    write_weights(weights, partial / "model.safetensors")
-    if averages:
-        write_weights(averages, partial / "ema.safetensors")
+    for name, named in files.items():
+        write_weights(named, partial / name)
     (partial / "config.json").write_text(json.dumps(config, indent=2))
     if final.exists():
         shutil.rmtree(final)
@@ -71,20 +77,27 @@ def find(run: Path, which: str) -> Path:
     return folder
 
 
-def load(folder: Path, model: nn.Module, optimizer, ema: dict[str, Tensor], layout) -> int:
+def load(folder: Path, parts: dict, layout) -> int:
     """Restore weights, optimizer and average in place; returns how many steps they have seen."""
-    state = training_state(model, optimizer, ema)
+    state = training_state(parts)
     dcp.load(state, checkpoint_id=folder / "state", no_dist=layout.world == 1)
-    set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    for name, tensor in state["ema"].items():
-        ema[name].copy_(tensor)
+    for expert, part in parts.items():
+        mine = state[expert] if expert else state
+        set_model_state_dict(part.model, mine["model"], options=TRAINED)
+        set_optimizer_state_dict(part.model, part.optimizer, mine["optimizer"], options=TRAINED)
+        for name, tensor in mine["ema"].items():
+            part.ema[name].copy_(tensor)
     return json.loads((folder / "config.json").read_text())["step"]
 
 
-def training_state(model: nn.Module, optimizer, ema: dict[str, Tensor]) -> dict:
-    return {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-        "ema": ema,
+def training_state(parts: dict) -> dict:
+    """What is trained of each expert, and all that belongs to it; of a single model without a name around it."""
+    states = {
+        expert: {
+            "model": get_model_state_dict(part.model, options=TRAINED),
+            "optimizer": get_optimizer_state_dict(part.model, part.optimizer, options=TRAINED),
+            "ema": part.ema,
+        }
+        for expert, part in parts.items()
     }
+    return states.get("", states)

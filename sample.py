@@ -1,80 +1,61 @@
-"""Text to video: load the models, integrate the flow, decode, write mp4 files and a contact sheet.
+"""Text or images to video: load the models, integrate the flow, decode, write mp4 files and a contact sheet.
 
     python sample.py --prompt "a red circle moves left over a dark ground"
-    torchrun --nproc-per-node 4 sample.py --sp 4 --model wan2.1-t2v-14b --checkpoint ... --prompt ...
+    torchrun --nproc-per-node 4 sample.py --sp 4 --model wan2.1-i2v-14b --checkpoint ... --image cat.png --prompt "..."
 
 Sequence-parallel ranks compute one video together, data-parallel ones divide the prompts. The noise of prompt i is a
 function of (seed, i) alone, so the videos do not depend on the number of processes.
 """
 
+import json
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 import demo
 import parallel
 import stream
-from flow import DPMSolver, Euler, UniPC
+from condition import padded, prepared, size_for, to_unit, with_mask
+from flow import TIMESTEPS, DPMSolver, Euler, UniPC
+from image_encoder import CLIP_CONFIGS, CLIPVision
 from model import CONFIGS, LOCAL, WanDiT
 from options import exit_with, parse
+from presets import PRESETS, Preset, Sampling
 from text_encoder import UMT5_CONFIGS, Tokenizer, UMT5Encoder, encode_prompts
 from vae import VAE_CONFIGS, WanVAE
-from video import contact_sheet, read_mp4, write_mp4
-from weights import load_weights
+from video import contact_sheet, decode_image, read_mp4, write_mp4
+from weights import load_weights, read_weights
 
 ASSETS = Path(__file__).resolve().parent / "assets"
 SOLVERS = {"unipc": UniPC, "euler": Euler, "dpm++": DPMSolver}
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
-
-# The released pipelines' negative prompt (Wan2.1 wan/configs/shared_config.py): what to steer away from.
-NEGATIVE = (
-    "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，JPEG压缩残留，丑陋的，残缺的，"
-    "多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，杂乱的背景，三条腿，"
-    "背景人很多，倒着走"
-)
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a model is meant to be sampled: released defaults (Wan2.1 generate.py), and ours for the demo."""
-
-    height: int = 480
-    width: int = 832
-    frames: int = 81
-    fps: int = 16
-    steps: int = 50
-    shift: float = 5.0
-    guidance: float = 5.0
-    negative: str = NEGATIVE
-    solver: str = "unipc"
-
-
-SAMPLING = {
-    "demo": Sampling(64, 64, 17, 16, steps=20, shift=3.0, guidance=3.0, negative=""),
-    "wan2.1-t2v-1.3b": Sampling(),
-    "wan2.1-t2v-14b": Sampling(720, 1280),
-}
 
 
 @dataclass(frozen=True)
 class Config:
     model: str = "demo"  # preset, see CONFIGS in model.py
     checkpoint: str = ""  # weights of the model: a file or a folder; empty: the demo's
+    low_checkpoint: str = ""  # of the low-noise expert, where --checkpoint is the high-noise one's
     vae: str = ""  # weights of the VAE; empty: the demo's
     text_encoder: str = ""  # weights of the umT5 encoder; empty: the demo's
     tokenizer: str = ""  # SentencePiece file (google/umt5-xxl/spiece.model); empty: the demo's
+    image_encoder: str = ""  # weights of the CLIP vision tower, for Wan 2.1's image to video; empty: the demo's
     prompt: tuple[str, ...] = ()  # one or more prompts, each in quotes
-    prompts: str = ""  # a file with one prompt per line
+    image: tuple[str, ...] = ()  # the first frame: one picture for all prompts, or one for each
+    last_image: tuple[str, ...] = ()  # the last frame, for first-and-last-frame models
+    prompts: str = ""  # a file with a prompt per line, or with JSON rows (.jsonl) of prompt, image and last_image
     negative_prompt: str | None = None  # what guidance steers away from; default: the released one, "" for the demo
     solver: Literal["unipc", "euler", "dpm++"] | None = None  # default: the model's own, as for all options below
     sampling_steps: int | None = None  # solver steps
     shift: float | None = None  # of the noise schedule towards noise
     guidance: float | None = None  # classifier-free guidance scale; 1 turns it off
-    height: int | None = None  # pixels
+    guidance_low: float | None = None  # of the low-noise expert
+    height: int | None = None  # pixels; with an image, height x width is the area and the image gives the aspect
     width: int | None = None  # pixels
     frames: int | None = None  # of the video, 4n + 1
     fps: int | None = None  # of the file
@@ -87,6 +68,84 @@ class Config:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# What to sample
+
+
+@dataclass(frozen=True)
+class Request:
+    """One video to be made. Pictures are (H, W, 3) uint8."""
+
+    prompt: str
+    image: np.ndarray | None = None
+    last_image: np.ndarray | None = None
+
+
+def requests_of(config) -> list[Request]:
+    """What the command line asks for."""
+    preset = PRESETS[config.model]
+    if not config.prompt and not config.prompts and preset.demo:
+        return demo_requests(preset)
+    rows = read_rows(config.prompts) if config.prompts else []
+    for name in ("image", "last_image"):
+        given = getattr(config, name)
+        if len(given) not in (0, 1, len(config.prompt)):
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(
+                f"{flag}: {len(given)} pictures for {len(config.prompt)} prompts; give one, or one of each"
+            )
+    for i, prompt in enumerate(config.prompt):
+        pictures = {name: getattr(config, name) for name in ("image", "last_image")}
+        rows.append({"prompt": prompt} | {name: paths[i % len(paths)] for name, paths in pictures.items() if paths})
+    if not rows:
+        raise ValueError('nothing to sample: give --prompt "..." or --prompts FILE')
+    return [request_of(row, preset.condition) for row in rows]
+
+
+def read_requests(path: str, condition: str) -> list[Request]:
+    """The requests of a --prompts file for a model with this kind of condition (presets.py)."""
+    return [request_of(row, condition) for row in read_rows(path)]
+
+
+def read_rows(path: str) -> list[dict]:
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ValueError(f"--prompts {file}: no such file")
+    lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
+    if file.suffix != ".jsonl":
+        return [{"prompt": line} for line in lines]
+    rows = [json.loads(line) for line in lines]
+    for i, row in enumerate(rows, 1):
+        if "prompt" not in row or row.keys() - {"prompt", "image", "last_image"}:
+            raise ValueError(f"--prompts {file}, row {i}: has {', '.join(row)}; wanted: prompt, image, last_image")
+    return [{k: str(file.parent / v) if k != "prompt" else v for k, v in row.items()} for row in rows]
+
+
+def request_of(row: dict, condition: str) -> Request:
+    """A row with its pictures read; ValueError unless they are those that the model takes."""
+    needed = {"first": {"image"}, "first-last": {"image", "last_image"}}.get(condition, set())
+    possible = needed | ({"image"} if condition == "first-latent" else set())
+    given = row.keys() - {"prompt"}
+    if needed - given or given - possible:
+        names = " and ".join("--" + name.replace("_", "-") for name in sorted(possible)) or "no image"
+        raise ValueError(
+            f"this model takes {names}; the prompt {row['prompt']!r} has "
+            f"{' and '.join(sorted(given)).replace('_', '-') or 'none'}"
+        )
+    return Request(row["prompt"], **{name: decode_image(Path(row[name]).expanduser()) for name in given})
+
+
+def demo_requests(preset: Preset) -> list[Request]:
+    """The demo's held-out prompts, with the first (and last) frames of the clips that they describe."""
+    requests = []
+    for scene, prompt in zip(demo.HELD_OUT_SCENES, demo.HELD_OUT_PROMPTS, strict=True):
+        frames = demo.draw(scene, np.random.default_rng(0))
+        pictures = {"image": frames[0]} if preset.condition else {}
+        pictures |= {"last_image": frames[-1]} if preset.condition == "first-last" else {}
+        requests.append(Request(prompt, **pictures))
+    return requests
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Loading
 
 
@@ -95,6 +154,7 @@ class Components:
     """What stands around the DiT. The text encoder is big and often not needed (cached states): it loads when used."""
 
     vae: WanVAE
+    image_encoder: CLIPVision | None
     text_config: object
     text_path: str
     tokenizer: Tokenizer
@@ -113,88 +173,181 @@ class Components:
 
 
 def paths_for(config) -> dict[str, str]:
-    """The weights files that --checkpoint, --vae, --text-encoder and --tokenizer name, the demo's where it has them."""
-    if config.model not in CONFIGS:
-        raise ValueError(f"--model {config.model} is none of {', '.join(CONFIGS)}")
-    files = {"vae": "vae.safetensors", "text_encoder": "text_encoder.safetensors", "tokenizer": "tokenizer.model"}
-    files["checkpoint"] = "dit.safetensors"
+    """The weights files that --checkpoint, --vae, --text-encoder, --tokenizer and --image-encoder name, the demo's
+    where it has them."""
+    if config.model not in PRESETS:
+        raise ValueError(f"--model {config.model} is none of {', '.join(PRESETS)}")
+    preset = PRESETS[config.model]
+    files = {"vae": "vae22.safetensors" if preset.vae == "demo-2.2" else "vae.safetensors"}
+    files |= {"text_encoder": "text_encoder.safetensors", "tokenizer": "tokenizer.model"}
+    files |= {"image_encoder": "clip.safetensors"} if preset.image_encoder else {}
+    files |= {"checkpoint": "dit.safetensors"}
     paths = {}
     for name, file in files.items():
-        paths[name] = getattr(config, name) or (str(ASSETS / file) if config.model == "demo" else "")
+        shipped = str(ASSETS / file) if preset.demo and (name != "checkpoint" or config.model == "demo") else ""
+        paths[name] = getattr(config, name) or shipped
         if not paths[name]:
-            hint = " (or: scratch)" if name == "checkpoint" else ""
+            hint = " (to train: PATH or scratch)" if name == "checkpoint" else ""
             raise ValueError(f"--model {config.model} needs --{name.replace('_', '-')} PATH{hint}")
         if paths[name] != "scratch" and not Path(paths[name]).expanduser().exists():
             raise ValueError(f"--{name.replace('_', '-')} {paths[name]}: no such file or folder")
     return paths
 
 
+def expert_checkpoint(config, expert: str) -> str:
+    """The weights of one of the model's experts ("" where it is one model)."""
+    return (expert == "low" and config.low_checkpoint) or paths_for(config)["checkpoint"]
+
+
 def load_components(config, paths: dict[str, str], device: torch.device) -> Components:
-    """VAE, tokenizer and (later) text encoder of a model."""
-    small = config.model == "demo"
-    vae = load_weights(WanVAE(VAE_CONFIGS["demo" if small else "wan2.1"]), paths["vae"], "a Wan 2.1 VAE")
-    wan, text_config = CONFIGS[config.model], UMT5_CONFIGS["demo" if small else "umt5-xxl"]
-    tokenizer = Tokenizer(paths["tokenizer"], wan.text_len)
+    """VAE, CLIP tower if the model has one, tokenizer and (later) text encoder of a model."""
+    preset = PRESETS[config.model]
+    vae = load_weights(WanVAE(VAE_CONFIGS[preset.vae]), paths["vae"], f"a VAE of kind {preset.vae}")
     vae = vae.to(device).eval().requires_grad_(False)
-    return Components(vae, text_config, paths["text_encoder"], tokenizer, device)
+    clip = None
+    if preset.image_encoder:
+        clip = CLIPVision(CLIP_CONFIGS[preset.image_encoder])
+        clip.load_official(read_weights(paths["image_encoder"]))
+        clip = clip.to(device).eval().requires_grad_(False)
+    tokenizer = Tokenizer(paths["tokenizer"], CONFIGS[config.model].text_len)
+    return Components(vae, clip, UMT5_CONFIGS[preset.text_encoder], paths["text_encoder"], tokenizer, device)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Sampling
 
 
+@dataclass
+class Given:
+    """What one video is made from besides its text, as tensors on the device; shape: of its latents."""
+
+    shape: tuple[int, int, int, int]
+    condition: Tensor | None = None  # (20, F, h, w)
+    image: Tensor | None = None  # (1 or 2, 257, clip_dim)
+    first: Tensor | None = None  # (C, 1, h, w), latent frame 0, where the model is given it clean
+
+    def timesteps(self, t: float) -> Tensor:
+        """What the model is told: t, and 0 of a frame that is given."""
+        if self.first is None:
+            return torch.tensor([t], dtype=torch.float64)
+        return torch.tensor([0.0] + [t] * (self.shape[1] - 1), dtype=torch.float64)
+
+    def put_back(self, latents: Tensor) -> Tensor:
+        if self.first is None:
+            return latents
+        return torch.cat([self.first.to(latents.dtype), latents[:, 1:]], dim=1)
+
+
 @torch.no_grad()
 def generate(
-    model, texts: list[Tensor], negative: Tensor, shape, how: Sampling, noise: list[Tensor], dtype, sp=LOCAL
+    models: dict[str, WanDiT],
+    texts: list[Tensor],
+    negative: Tensor,
+    given: list[Given],
+    how: Sampling,
+    noise: list[Tensor],
+    dtype,
+    boundary: float = 0.0,
+    sp=LOCAL,
 ) -> list[Tensor]:
     """Latents of one video per prompt, all in one pack.
 
-    texts [(n, text_dim)], negative (m, text_dim), noise one float32 (C, F, H, W) = shape per prompt; dtype is the
-    pass's. Guidance: v = v_negative + guidance * (v_prompt - v_negative) (Ho & Salimans 2022), two passes per step.
+    models {"": ...}, or {"high": ..., "low": ...} with the sigma from which up "high" is at work; texts
+    [(n, text_dim)], negative (m, text_dim), noise float32 (C, F, h, w); dtype is the pass's. Guidance:
+    v = v_negative + guidance * (v_prompt - v_negative) (Ho & Salimans 2022), two passes per step.
     """
     solvers = [SOLVERS[how.solver](how.steps, how.shift) for _ in texts]
-    latents = list(noise)
+    latents = [g.put_back(x) for g, x in zip(given, noise, strict=True)]
+    pictures = {}
+    if given[0].condition is not None:
+        pictures["condition"] = [g.condition.to(dtype) for g in given]
+    if given[0].image is not None:
+        pictures["image"] = torch.cat([g.image for g in given]).to(dtype)
     for i in range(how.steps):
-        timesteps = [solvers[0].timesteps[i]] * len(texts)
-        inputs = [x.to(dtype) for x in latents]
-        velocity = model(inputs, timesteps, texts, sp=sp)
-        if how.guidance != 1:
-            away = model(inputs, timesteps, [negative] * len(texts), sp=sp)
-            velocity = [n + how.guidance * (v - n) for v, n in zip(velocity, away, strict=True)]
-        steps = zip(solvers, velocity, latents, strict=True)
-        latents = [solver.step(v.to(x.dtype), x, i) for solver, v, x in steps]
+        t = float(solvers[0].timesteps[i])
+        high = t >= boundary * TIMESTEPS
+        model = models[("high" if high else "low") if boundary else ""]
+        guidance = how.guidance if high or how.guidance_low is None else how.guidance_low
+        inputs, timesteps = [x.to(dtype) for x in latents], [g.timesteps(t) for g in given]
+        velocity = model(inputs, timesteps, texts, sp=sp, **pictures)
+        if guidance != 1:
+            away = model(inputs, timesteps, [negative] * len(texts), sp=sp, **pictures)
+            velocity = [n + guidance * (v - n) for v, n in zip(velocity, away, strict=True)]
+        steps = zip(solvers, velocity, latents, given, strict=True)
+        latents = [g.put_back(solver.step(v.to(x.dtype), x, i)) for solver, v, x, g in steps]
     return latents
 
 
-def sample_videos(model, components, prompts, how: Sampling, seed: int, folder: Path, layout, dtype, group: int = 8):
-    """Write NNN.mp4 and NNN.txt per prompt and one contact sheet; every rank calls, and each writes its share.
+@dataclass
+class Sampler:
+    """Everything that turns requests into files."""
 
-    Data-parallel groups take every dp-th prompt, `group` at a time in one pack; groups that have none left go along
-    with the first prompt and drop it, since a sharded model's weights are gathered by all ranks together.
-    """
-    encoded = layout.on_rank_0(components.encode_text, [*prompts, how.negative])
-    encoded = [states.to(layout.device, dtype) for states in encoded]
-    vae, sp = components.vae, layout.seam()
-    frames = vae.latent_frames(how.frames)
-    shape = (vae.config.z_dim, frames, how.height // vae.spatial, how.width // vae.spatial)
-    folder.mkdir(parents=True, exist_ok=True)
-    wide = torch.promote_types(dtype, torch.float32)
-    rounds = -(-len(prompts) // (layout.dp * group))
-    for r in range(rounds):
-        mine = [i for i in range(len(prompts)) if i % layout.dp == layout.dp_rank][r * group : (r + 1) * group]
-        numbers = mine or [0]
-        noise = [
-            torch.randn(shape, generator=stream.generator(seed, i, "sample")).to(layout.device, wide) for i in numbers
-        ]
-        latents = generate(model, [encoded[i] for i in numbers], encoded[-1], shape, how, noise, dtype, sp)
-        for i, x in zip(mine, latents, strict=False):
-            if i // layout.dp % layout.sp == layout.sp_rank:  # every rank of the group has x: decoding is divided
-                with torch.no_grad():
-                    video = vae.decode(x.float()).clamp(-1, 1).cpu()
-                write_mp4(folder / f"{i:03d}.mp4", video, how.fps)
-                (folder / f"{i:03d}.txt").write_text(prompts[i])
-    layout.barrier()
-    return layout.on_rank_0(sheet_of, folder, len(prompts))
+    models: dict[str, WanDiT]
+    components: Components
+    preset: Preset
+    how: Sampling
+    layout: parallel.Layout
+    dtype: torch.dtype
+
+    def write(self, requests: list[Request], seed: int, folder: Path, group: int = 8) -> Path:
+        """Write NNN.mp4 and NNN.txt per request and one contact sheet; every rank calls, and each writes its share.
+
+        Data-parallel groups take every dp-th request, `group` at a time in one pack; groups that have none left go
+        along with the first and drop it, since a sharded model's weights are gathered by all ranks together.
+        """
+        layout, how = self.layout, self.how
+        encoded = layout.on_rank_0(self.components.encode_text, [*(r.prompt for r in requests), how.negative])
+        encoded = [states.to(layout.device, self.dtype) for states in encoded]
+        folder.mkdir(parents=True, exist_ok=True)
+        for r in range(-(-len(requests) // (layout.dp * group))):
+            mine = [i for i in range(len(requests)) if i % layout.dp == layout.dp_rank][r * group : (r + 1) * group]
+            numbers = mine or [0]
+            given = [self.given(requests[i]) for i in numbers]
+            noise = [self.noise(g.shape, seed, i) for i, g in zip(numbers, given, strict=True)]
+            texts = [encoded[i] for i in numbers]
+            boundary, sp = self.preset.boundary, layout.seam()
+            latents = generate(self.models, texts, encoded[-1], given, how, noise, self.dtype, boundary, sp)
+            for i, x in zip(mine, latents, strict=False):
+                if (
+                    i // layout.dp % layout.sp == layout.sp_rank
+                ):  # all ranks of the group have x: they divide the decoding
+                    write_mp4(folder / f"{i:03d}.mp4", self.decode(x), how.fps)
+                    (folder / f"{i:03d}.txt").write_text(requests[i].prompt)
+        layout.barrier()
+        return layout.on_rank_0(sheet_of, folder, len(requests))
+
+    def noise(self, shape, seed: int, i: int) -> Tensor:
+        wide = torch.promote_types(self.dtype, torch.float32)
+        return torch.randn(shape, generator=stream.generator(seed, i, "sample")).to(self.layout.device, wide)
+
+    @torch.no_grad()
+    def given(self, request: Request) -> Given:
+        """Encode a request's pictures as the model wants them."""
+        vae, kind, how = self.components.vae, self.preset.condition, self.how
+        size = how.height, how.width
+        if request.image is not None:
+            multiple = vae.spatial * 2
+            size = size_for(kind, *request.image.shape[:2], how.height * how.width, multiple)
+        frames = vae.latent_frames(how.frames)
+        result = Given((vae.config.z_dim, frames, size[0] // vae.spatial, size[1] // vae.spatial))
+        if request.image is None:
+            return result
+        weight = next(vae.parameters())
+        first = prepared(request.image, kind, size).to(weight)
+        if kind == "first-latent":
+            result.first = vae.encode(first)
+            return result
+        last = None if request.last_image is None else prepared(request.last_image, kind, size).to(weight)
+        result.condition = with_mask(vae.encode(padded(first, how.frames, last)), kind)
+        if self.components.image_encoder is not None:  # it sees the pictures in their own size
+            pictures = [p for p in (request.image, request.last_image) if p is not None]
+            result.image = self.components.image_encoder.encode([to_unit(p)[:, None].to(weight) for p in pictures])
+        return result
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """(C, F, h, w) -> (3, T, H, W) in [-1, 1] on the CPU."""
+        return self.components.vae.decode(latents.float()).clamp(-1, 1).cpu()
 
 
 def sheet_of(folder: Path, count: int, most: int = 32) -> Path:
@@ -206,14 +359,18 @@ def sheet_of(folder: Path, count: int, most: int = 32) -> Path:
 
 def sampling_for(config) -> Sampling:
     """The model's defaults with what the command line changes."""
-    if config.model not in SAMPLING:
-        raise ValueError(f"sampling --model {config.model} needs more than text; it does for {', '.join(SAMPLING)}")
+    if config.model not in PRESETS:
+        raise ValueError(f"--model {config.model} is none of {', '.join(PRESETS)}")
+    preset = PRESETS[config.model]
     names = {"steps": "sampling_steps", "negative": "negative_prompt"}
     given = {name: getattr(config, names.get(name, name)) for name in Sampling.__dataclass_fields__}
-    how = replace(SAMPLING[config.model], **{name: value for name, value in given.items() if value is not None})
+    how = replace(preset.sampling, **{name: value for name, value in given.items() if value is not None})
+    spatial, patch = VAE_CONFIGS[preset.vae].spatial, CONFIGS[config.model].patch_size[1]
     for name in ("height", "width"):
-        if getattr(how, name) % 16 or getattr(how, name) < 16:
-            raise ValueError(f"--{name} {getattr(how, name)} is not a multiple of 16 (8 of the VAE, 2 of the patches)")
+        edge = getattr(how, name)
+        if edge % (spatial * patch) or edge < 1:
+            factors = f"{spatial * patch} ({spatial} of the VAE, {patch} of the patches)"
+            raise ValueError(f"--{name} {edge} is not a multiple of {factors}")
     if how.frames % 4 != 1 or how.frames < 1:
         raise ValueError(
             f"--frames {how.frames} is not of the form 4n + 1; use {max(1, (how.frames - 1) // 4 * 4 + 1)}"
@@ -223,33 +380,21 @@ def sampling_for(config) -> Sampling:
     return how
 
 
-def prompts_of(config) -> list[str]:
-    prompts = list(config.prompt)
-    if config.prompts:
-        file = Path(config.prompts).expanduser()
-        if not file.is_file():
-            raise ValueError(f"--prompts {file}: no such file")
-        prompts += [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
-    if not prompts and config.model == "demo":
-        prompts = list(demo.HELD_OUT_PROMPTS)
-    if not prompts:
-        raise ValueError('nothing to sample: give --prompt "..." or --prompts FILE')
-    return prompts
-
-
 def main(config: Config):
-    how, prompts, paths = sampling_for(config), prompts_of(config), paths_for(config)
+    how, paths = sampling_for(config), paths_for(config)
+    requests, preset, wan = requests_of(config), PRESETS[config.model], CONFIGS[config.model]
     _, world = parallel.world_from_torchrun()
-    wan = CONFIGS[config.model]
     layout = parallel.start(*parallel.split_sp(world, wan.num_heads, config.sp, config.ulysses, config.ring))
     dtype = DTYPES[config.precision]
     components = load_components(config, paths, layout.device)
-    model = WanDiT(wan)
-    load_weights(model, paths["checkpoint"], config.model)
-    model = model.to(layout.device, dtype).eval()
-    sheet = sample_videos(model, components, prompts, how, config.seed, Path(config.out), layout, dtype)
+    models = {}
+    for expert in preset.experts:
+        model = load_weights(WanDiT(wan), expert_checkpoint(config, expert), config.model)
+        models[expert] = model.to(layout.device, dtype).eval()
+    sampler = Sampler(models, components, preset, how, layout, dtype)
+    sheet = sampler.write(requests, config.seed, Path(config.out))
     if layout.rank == 0:
-        print(f"{len(prompts)} videos in {config.out}, all on one page in {sheet}")
+        print(f"{len(requests)} videos in {config.out}, all on one page in {sheet}")
 
 
 if __name__ == "__main__":

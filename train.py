@@ -5,19 +5,20 @@
         --checkpoint W --vae V --text-encoder T --tokenizer S --data videos/ --height 480 --width 832 --frames 81
 
 A run is (model, data, seed, global batch). How many processes compute it, how they are laid out, how a batch is cut
-into packs and where a run was stopped and resumed change its loss curve by rounding only. `main` is the whole loop.
+into packs and where a run was stopped and resumed change its loss curve by rounding only. `fit` is the whole loop.
 """
 
 import dataclasses
 import json
 import math
 import platform
+import re
 import shutil
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -34,20 +35,29 @@ import parallel
 import parity
 import resume
 import sample
+import watch
 import weights
 from clips import ClipSpec
 from model import CONFIGS, WanDiT
 from options import exit_with, parse
+from presets import PRESETS
+from sample import demo_requests, read_requests
+from vae import VAE_CONFIGS
 
 
 @dataclass(frozen=True)
 class Config:
     # What to train
     model: str = "demo"  # preset, see CONFIGS in model.py
-    checkpoint: str = ""  # weights to start from: a file, a folder, or "scratch"; empty: the demo's
+    checkpoint: str = ""  # weights to start from: a file, a folder, or "scratch"; empty: the demo's, or scratch
+    low_checkpoint: str = ""  # of the low-noise expert, where --checkpoint is the high-noise one's
     vae: str = ""  # weights of the VAE; empty: the demo's
     text_encoder: str = ""  # weights of the umT5 encoder; empty: the demo's
     tokenizer: str = ""  # SentencePiece file; empty: the demo's
+    image_encoder: str = ""  # weights of the CLIP vision tower, for Wan 2.1's image to video; empty: the demo's
+    expert: Literal["", "high", "low", "both"] = ""  # of Wan 2.2's two: one, on its own range of noise, or both, each
+    # sample going to the one whose noise it drew; empty: both
+    trainable: str = ""  # regular expression: train the parameters whose names it finds, freeze the others
     # On what
     data: str = ""  # folder or manifest (json, jsonl, csv); empty: the demo set, written on first use
     cache: str = "cache"  # folder of encoded latents and text, shared by all ranks
@@ -55,7 +65,7 @@ class Config:
     width: int = 0  # pixels
     max_area: int = 0  # instead of height and width: keep each file's aspect, at most so many pixels
     frames: int = 17  # at most so many frames of a video, 4n + 1
-    fps: int = 16  # videos are brought to this rate
+    fps: int = 0  # videos are brought to this rate; 0: the model's own, 16 or 24
     clips: int = 4  # at most so many clips of one video
     # How long, and from which random numbers
     steps: int = 400  # optimizer steps
@@ -70,8 +80,10 @@ class Config:
     weight_decay: float = 0.01  # decoupled
     betas: tuple[float, float] = (0.9, 0.99)  # of AdamW
     eps: float = 1e-8  # of AdamW
-    max_grad_norm: float = 1.0  # clip the gradient's global norm; 0: never
+    max_grad_norm: float = 1.0  # clip the gradient's global norm, each expert's on its own; 0: never
     ema: float = 0.99  # decay of a moving average of the weights, which the samples are then made with; 0: none
+    on_nonfinite: Literal["stop", "skip"] = "stop"  # a loss or gradient that is no number: end the run, or leave the
+    # step out and go on. Either way its samples are named
     # Processes
     sp: int = 0  # sequence-parallel processes per sample; 0: what --ulysses and --ring say, or 1
     ulysses: int = 0  # of which by all-to-all over heads; 0: the largest number that divides sp and the heads
@@ -81,11 +93,13 @@ class Config:
     recompute: Literal["none", "block"] = "none"  # block: save a block's input only, and run it again in the backward
     compile: bool = False  # torch.compile the blocks
     # Flow matching
-    shift: float = 3.0  # of the training schedule towards noise
+    shift: float = 0.0  # of the training schedule towards noise; 0: the one that the model is sampled with
     timestep_sampling: Literal["uniform", "logit-normal"] = "uniform"  # of sigma before the shift
-    noise_range: tuple[float, float] = (0.0, 1.0)  # train on sigmas in this range only, e.g. 0.875 1 for an expert
+    noise_range: tuple[float, float] = (0.0, 1.0)  # train on sigmas in this range only
     loss_weight: Literal["none", "bell"] = "none"  # bell: the reference trainer's weight, small at both ends of sigma
     caption_dropout: float = 0.1  # share of samples that train on the empty prompt, for guidance
+    image_condition: float = 1.0  # share of samples that an image-to-video model is given frames of; the others train
+    # as text to video
     # What is kept
     run: str = field(default="demo", metadata={"alias": "name"})  # everything goes to runs/RUN. Under torchrun spell it
     # --name: in Python 3.11 its own parser takes a --run for its --run-path and stops
@@ -93,7 +107,7 @@ class Config:
     keep: int = 2  # so many newest checkpoints stay; 0: all
     resume: str = ""  # "latest", or a checkpoint folder: go on from there
     sample: bool = True  # write sample videos at the end
-    prompts: str = ""  # a file with one prompt per line to sample; empty: the demo's held-out prompts
+    prompts: str = ""  # a file of what to sample, see sample.py; empty: the demo's held-out prompts
     # Proof
     verify_layout: bool | None = None  # before the first step, compare this layout with one process on two blocks and
     # the first samples, in float64, and refuse one that differs; default: only on the demo's data
@@ -104,12 +118,14 @@ class Config:
 MASTER = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32}  # dtype of weights and optimizer
 
 
-def main(config: Config, observe=None) -> WanDiT:
-    """Train, and sample what was learned; returns the model. For observe see `fit`."""
+def main(config: Config, observe=None) -> dict[str, "Part"]:
+    """Train, and sample what was learned; returns what `fit` does. For observe see there."""
     # -- Who are we. Everything that can be wrong with the options is found before anything is done.
-    paths, wan = check(config), CONFIGS[config.model]
+    config = settle(config)
+    paths = check(config)
     _, world = parallel.world_from_torchrun()
-    layout = parallel.start(*parallel.split_sp(world, wan.num_heads, config.sp, config.ulysses, config.ring))
+    heads = CONFIGS[config.model].num_heads
+    layout = parallel.start(*parallel.split_sp(world, heads, config.sp, config.ulysses, config.ring))
 
     # -- Data: files become latents and text states, each encoded once per job.
     components = sample.load_components(config, paths, layout.device)
@@ -119,105 +135,160 @@ def main(config: Config, observe=None) -> WanDiT:
     # -- Training, if this layout computes what one process does.
     if config.verify_layout or (config.verify_layout is None and not config.data):
         parity.verify_layout(fit, config, layout, dataset)
-    model, ema = fit(config, layout, dataset, observe)
+    parts = fit(config, layout, dataset, observe)
 
     # -- A look at what was learned.
-    if config.sample and (config.prompts or config.model == "demo"):
-        for name, parameter in model.named_parameters():
-            if ema:
-                parameter.data.copy_(ema[name])
-        how, prompts = sample.SAMPLING[config.model], sample.prompts_of(SamplePrompts(config.model, config.prompts))
-        folder, dtype = Path("runs") / config.run / "samples", sample.DTYPES[config.precision]
-        sheet = sample.sample_videos(model.eval(), components, prompts, how, config.seed, folder, layout, dtype)
-        if layout.rank == 0:
-            print(f"{len(prompts)} videos in {folder}, all on one page in {sheet}")
-    return model
+    if config.sample and (config.prompts or PRESETS[config.model].demo):
+        show(config, parts, components, layout)
+    return parts
 
 
-def fit(config: Config, layout, dataset, observe=None, blocks: int = 0) -> tuple[WanDiT, dict[str, Tensor]]:
-    """The training loop; returns the model and the moving average of its weights, by name (empty without --ema).
+@dataclass
+class Part:
+    """A model in training, with all that belongs to it: the whole of a run, or one of its two experts."""
 
-    `observe(step, loss, model)` is called with each step's gradients in place, before they are clipped, loss being the
-    global one: tests look through it. blocks: keep so many of the model's blocks, a rehearsal of which only the trace
+    model: WanDiT
+    wrapped: torch.nn.Module  # what the training step calls
+    parameters: list[torch.nn.Parameter]  # the trainable ones
+    optimizer: torch.optim.Optimizer
+    ema: dict[str, Tensor]  # moving average of the trainable weights by name; empty without --ema
+    trace: object = None
+
+
+def fit(config: Config, layout, dataset, observe=None, blocks: int = 0) -> dict[str, Part]:
+    """The training loop; returns {"": Part}, or the experts' by name.
+
+    `observe(step, loss, parts)` is called with each step's gradients in place, before they are clipped, loss being the
+    global one: tests look through it. blocks: keep so many of each model's blocks, a rehearsal of which only the trace
     stays (parity.py); 0: all.
     """
-    run, master, dtype = Path("runs") / config.run, MASTER[config.precision], sample.DTYPES[config.precision]
+    run, dtype = Path("runs") / config.run, sample.DTYPES[config.precision]
+    parts = {expert: build(config, expert, layout, blocks) for expert in experts_of(config)}
+    first = resume.load(resume.find(run, config.resume), parts, layout) if config.resume else 0
+    log = layout.on_rank_0(open_run, run, describe_run(config, layout), first)
+    for expert, part in parts.items():
+        where = run / expert
+        part.trace = parity.trace_of(config, where, layout, part, dataset, learning_rate, blocks)
 
-    # -- Model and optimizer: the same weights on every rank, then split as --shard says.
-    torch.manual_seed(config.seed)
-    model = WanDiT(CONFIGS[config.model])
-    start = sample.paths_for(config)["checkpoint"]
-    if start != "scratch":
-        weights.load_weights(model, start, config.model)
-    if blocks:
-        parity.cut(model, blocks)
-    model = model.to(layout.device, master).train()
-    wrapped = parallel.parallelize(model, layout, config.shard, config.precision, config.recompute, config.compile)
-    parameters = list(model.parameters())
-    optimizer = make_optimizer(parameters, config)
-    ema = {name: p.detach().clone() for name, p in model.named_parameters()} if config.ema else {}
-
-    first = 0
-    if config.resume:
-        first = resume.load(resume.find(run, config.resume), model, optimizer, ema, layout)
-    layout.on_rank_0(open_run, run, config, layout, first)
-    trace = parity.trace_of(config, run, layout, wrapped, optimizer, dataset, learning_rate, blocks)
-
-    # -- The loop.
-    clock = Stopwatch(layout.device)
+    clock = watch.Stopwatch(layout.device)
     ahead = ThreadPoolExecutor(1)  # reads and noises the next step's samples meanwhile
     coming = ahead.submit(batch.step_packs, config, dataset, layout, first)
     bar = tqdm(range(first, config.steps), initial=first, total=config.steps, disable=bool(layout.rank or blocks))
     for step in bar:
         clock.start()
-        packs, tokens = coming.result()
+        now = coming.result()
         coming = ahead.submit(batch.step_packs, config, dataset, layout, step + 1)
         clock.lap("data")
-        trace.start(step, packs, wrapped, lambda pack: batch.pack_loss(wrapped, pack, layout, dtype))
 
-        losses = []
-        for i, pack in enumerate(packs):
-            with parallel.synchronize(wrapped, last=i == len(packs) - 1), trace.micro_batch(pack):
-                loss = batch.pack_loss(wrapped, pack, layout, dtype)
-                clock.lap("forward")
-                loss.backward()
-                clock.lap("backward")
-            losses.append(loss.detach())
-        loss = layout.sum(torch.stack(losses).sum()).item()  # each rank's is its share; the shares add up to the loss
-        trace.gradients(losses, loss)
+        # -- Gradients: of each model that has samples in this step, pack by pack.
+        losses = {expert: [] for expert in now.packs}
+        for expert, packs in now.packs.items():
+            part = parts[expert]
+            loss_of = partial(batch.pack_loss, part.wrapped, layout=layout, dtype=dtype)
+            part.trace.start(step, packs, part.wrapped, loss_of)
+            for i, pack in enumerate(packs):
+                with parallel.synchronize(part.wrapped, last=i == len(packs) - 1), part.trace.micro_batch(pack):
+                    loss = loss_of(pack)
+                    clock.lap("forward")
+                    loss.backward()
+                    clock.lap("backward")
+                losses[expert].append(loss.detach())
+
+        # -- The loss: each rank's is its share; the shares add up.
+        shares = layout.sum(torch.stack([torch.stack(losses[expert]).sum() for expert in now.packs]).double())
+        shares = dict(zip(now.packs, shares.tolist(), strict=True))
+        loss = sum(shares.values())
+        for expert, share in shares.items():
+            parts[expert].trace.gradients(losses[expert], share)
         if observe is not None:
-            observe(step, loss, model)
-        norm = parallel.clip_gradients(parameters, config.max_grad_norm).item()
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            trace.end()
-            raise FloatingPointError(describe_non_finite(step, loss, norm, losses, packs, config, layout))
+            observe(step, loss, parts)
+        norms = {
+            expert: parallel.clip_gradients(parts[expert].parameters, config.max_grad_norm).item() for expert in shares
+        }
 
-        lr = learning_rate(config, step)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        optimizer.step()
-        optimizer.zero_grad()
-        trace.finish(norm)
-        update_average(ema, model, config.ema)
+        # -- The update, of the same models; one without samples stays as it is, on every rank.
+        lr, fault = learning_rate(config, step), ""
+        if not all(map(math.isfinite, (loss, *norms.values()))):
+            fault = describe_non_finite(step, loss, norms, losses, now.packs, config, layout)
+            if config.on_nonfinite == "stop":
+                for part in parts.values():
+                    part.trace.end()
+                raise FloatingPointError(fault)
+        for expert, norm in norms.items():
+            if fault:
+                parts[expert].optimizer.zero_grad()
+            else:
+                update(parts[expert], lr, config.ema)
+            parts[expert].trace.finish(norm)
         clock.lap("optimizer")
 
-        seconds = clock.read()
+        record = record_of(step, loss, shares, norms, lr, now, clock.read(), config, layout)
         if layout.rank == 0:
-            record = {"step": step + 1, "loss": loss, "lr": lr, "grad_norm": norm, "seconds": seconds}
-            record |= {"tokens_per_second": tokens / sum(seconds.values()), "memory": peak_memory(layout.device)}
-            with open(run / "metrics.jsonl", "a") as file:
-                file.write(json.dumps(record) + "\n")
-            bar.set_postfix_str(f"loss {loss:.4f} lr {lr:.1e} norm {norm:.2f} " + spell(seconds), refresh=False)
+            log.write(record | ({"skipped": fault} if fault else {}))
+            if fault:
+                bar.write(fault, sys.stderr)
+            bar.set_postfix_str(watch.spell(record), refresh=False)
         if (step + 1 == config.steps and not blocks) or (config.save_every and (step + 1) % config.save_every == 0):
-            record = describe_run(config, layout)
-            resume.save(run, step + 1, model, optimizer, ema, record, layout, config.keep)
+            resume.save(run, step + 1, parts, describe_run(config, layout), layout, config.keep)
     coming.cancel()
     ahead.shutdown()
-    return model, ema
+    return parts
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# One step
+# One model
+
+
+def experts_of(config: Config) -> tuple[str, ...]:
+    return ("high", "low") if config.expert == "both" else (config.expert,)
+
+
+def build(config: Config, expert: str, layout, blocks: int) -> Part:
+    """The same weights on every rank, then split as --shard says; and an optimizer of what is trained."""
+    torch.manual_seed(config.seed)
+    model = WanDiT(CONFIGS[config.model])
+    path = sample.expert_checkpoint(config, expert)
+    if path != "scratch":
+        weights.load_weights(model, path, config.model)
+    if blocks:
+        parity.cut(model, blocks)
+    model = model.to(layout.device, MASTER[config.precision]).train()
+    if config.trainable:
+        freeze_others(model, config.trainable)
+    wrapped = parallel.parallelize(model, layout, config.shard, config.precision, config.recompute, config.compile)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    parameters = list(trained.values())
+    ema = {name: p.detach().clone() for name, p in trained.items()} if config.ema else {}
+    return Part(model, wrapped, parameters, make_optimizer(parameters, config), ema)
+
+
+def freeze_others(model, pattern: str):
+    """Train the parameters whose names the regular expression finds."""
+    found = {name for name, _ in model.named_parameters() if re.search(pattern, name)}
+    if not found:
+        names = ", ".join(name for name, _ in model.blocks[0].named_parameters("blocks.0"))
+        raise ValueError(f"--trainable {pattern} finds no parameter; names are {names}, ...")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in found)
+
+
+def make_optimizer(parameters, config: Config) -> torch.optim.Optimizer:
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=config.lr, weight_decay=config.weight_decay)
+    return torch.optim.AdamW(
+        parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+    )
+
+
+def update(part: Part, lr: float, decay: float):
+    """One optimizer step, and the moving average after it."""
+    for group in part.optimizer.param_groups:
+        group["lr"] = lr
+    part.optimizer.step()
+    part.optimizer.zero_grad()
+    for name, parameter in part.model.named_parameters():
+        if name in part.ema:
+            part.ema[name].lerp_(parameter.detach(), 1 - decay)
 
 
 def learning_rate(config: Config, step: int) -> float:
@@ -229,23 +300,32 @@ def learning_rate(config: Config, step: int) -> float:
     return config.lr * falling[config.lr_schedule]
 
 
-def update_average(ema: dict[str, Tensor], model, decay: float):
-    for name, parameter in model.named_parameters():
-        if ema:
-            ema[name].lerp_(parameter.detach(), 1 - decay)
+def record_of(step, loss, shares, norms, lr, now: batch.Step, seconds, config: Config, layout) -> dict:
+    """The step's line in metrics.jsonl. Of an expert, its own mean loss: its share is over the whole batch."""
+    norm = math.sqrt(sum(x * x for x in norms.values()))
+    record = {"step": step + 1, "loss": loss, "lr": lr, "grad_norm": norm}
+    for expert, share in shares.items():
+        if expert:
+            record |= {f"loss_{expert}": share * config.batch_size / now.samples[expert]}
+            record |= {f"grad_norm_{expert}": norms[expert], f"samples_{expert}": now.samples[expert]}
+    record |= {"seconds": seconds, "tokens_per_second": now.tokens / sum(seconds.values()), "idle": now.idle}
+    return record | {"memory": watch.peak_memory(layout.device)}
 
 
-def describe_non_finite(step, loss, norm, losses, packs, config, layout) -> str:
+def describe_non_finite(step, loss, norms, losses, packs, config, layout) -> str:
     """Names the step and, where the loss itself is at fault, the positions of the packs that gave it."""
-    mine = [p for x, pack in zip(losses, packs, strict=True) if not torch.isfinite(x) for p in pack.positions]
-    everyones = [mine]
-    if layout.world > 1:
-        everyones = [None] * layout.world
-        torch.distributed.all_gather_object(everyones, mine)
-    positions = sorted({p for part in everyones for p in part})
+    mine = [
+        position
+        for expert in packs
+        for x, pack in zip(losses[expert], packs[expert], strict=True)
+        for position in pack.positions
+        if not torch.isfinite(x)
+    ]
+    positions = sorted(set(layout.gather_objects(mine)))
     if not positions:
         positions = list(range(step * config.batch_size, (step + 1) * config.batch_size))
     listed = ", ".join(map(str, positions[:16])) + (", ..." if len(positions) > 16 else "")
+    norm = ", ".join(f"{expert} {x}".strip() for expert, x in norms.items())
     return (
         f"step {step + 1}: loss {loss}, gradient norm {norm}; the step was not applied. Positions: {listed}. "
         "Lower --lr or --max-grad-norm, or look at these samples"
@@ -256,74 +336,88 @@ def describe_non_finite(step, loss, norm, losses, packs, config, layout) -> str:
 # Before and around the loop
 
 
+def settle(config: Config) -> Config:
+    """The options with what follows from the model in place of what was not given."""
+    if config.model not in PRESETS:
+        raise ValueError(f"--model {config.model} is none of {', '.join(PRESETS)}")
+    preset = PRESETS[config.model]
+    how, given = preset.sampling, {}
+    if not (config.height or config.width or config.max_area):
+        given |= {"height": how.height, "width": how.width}
+    given |= {"fps": config.fps or how.fps, "shift": config.shift or how.shift}
+    if preset.demo and config.model != "demo":
+        given["checkpoint"] = config.checkpoint or "scratch"
+    if preset.boundary:
+        given["expert"] = config.expert or "both"
+        low, high = {"high": (preset.boundary, 1.0), "low": (0.0, preset.boundary)}.get(given["expert"], (0.0, 1.0))
+        given["noise_range"] = max(low, config.noise_range[0]), min(high, config.noise_range[1])
+    elif config.expert:
+        raise ValueError(f"--expert {config.expert}: --model {config.model} is one model; leave the option out")
+    return dataclasses.replace(config, **given)
+
+
 def check(config: Config) -> dict[str, str]:
     """Refuse what cannot work, in one line, before any process group or file; returns the paths of the weights."""
     paths = sample.paths_for(config)
-    wan = CONFIGS[config.model]
-    if wan.in_dim != wan.out_dim or wan.model_type != "t2v":
-        raise ValueError(f"--model {config.model} reads an image condition, which this trainer does not make yet")
     if config.steps < 1 or config.batch_size < 1 or config.pack_tokens < 0:
         raise ValueError("--steps and --batch-size must be at least 1, --pack-tokens at least 0")
     if config.data and not Path(config.data).expanduser().exists():
         raise ValueError(f"--data {config.data}: no such file or folder")
-    if not 0 <= config.ema < 1 or not 0 <= config.caption_dropout <= 1:
-        raise ValueError(f"--ema {config.ema} must be in [0, 1), --caption-dropout {config.caption_dropout} in [0, 1]")
+    if not 0 <= config.ema < 1 or not 0 <= config.caption_dropout <= 1 or not 0 <= config.image_condition <= 1:
+        raise ValueError(
+            f"--ema {config.ema} must be in [0, 1), --caption-dropout {config.caption_dropout} and --image-condition "
+            f"{config.image_condition} in [0, 1]"
+        )
+    if config.image_condition < 1 and not PRESETS[config.model].condition:
+        raise ValueError(f"--image-condition {config.image_condition}: --model {config.model} takes no image")
     parity.parse_steps(config.trace_steps)
     if config.resume:
         resume.find(Path("runs") / config.run, config.resume)
     flow.training_sigmas(torch.zeros(1), config.shift, config.timestep_sampling, *config.noise_range)
     if config.sample and config.prompts:
-        sample.prompts_of(SamplePrompts(config.model, config.prompts))
-        if config.model not in sample.SAMPLING:
-            raise ValueError(f"--prompts: sampling --model {config.model} needs more than text; add --no-sample")
+        read_requests(config.prompts, PRESETS[config.model].condition)
+    if config.trainable:
+        with torch.device("meta"):
+            freeze_others(WanDiT(CONFIGS[config.model]), config.trainable)
     clip_spec(config)
     return paths
 
 
-@dataclass(frozen=True)
-class SamplePrompts:
-    """The part of sample.py's options that says which prompts."""
-
-    model: str
-    prompts: str
-    prompt: tuple[str, ...] = ()
-
-
 def clip_spec(config: Config) -> ClipSpec:
-    height, width = config.height, config.width
-    if not (height or width or config.max_area):
-        default = sample.SAMPLING.get(config.model, sample.Sampling())
-        height, width = default.height, default.width
-    return ClipSpec(height, width, config.max_area, config.frames, config.fps, config.clips)
+    wan, vae = CONFIGS[config.model], VAE_CONFIGS[PRESETS[config.model].vae]
+    multiple = vae.spatial * wan.patch_size[1]
+    return ClipSpec(
+        config.height, config.width, config.max_area, config.frames, config.fps, config.clips, multiple=multiple
+    )
 
 
 def load_dataset(config: Config, paths: dict[str, str], components, layout) -> cache.LatentDataset:
     """Look into every file (rank 0, once), then encode what the cache lacks (all ranks, each its part)."""
     folder = config.data or layout.on_rank_0(demo.write_demo_set, Path("demo_data"))
-    items, spec = manifests.read_items(folder), clip_spec(config)
+    items, spec, condition = manifests.read_items(folder), clip_spec(config), PRESETS[config.model].condition
     survey = layout.on_rank_0(cache.survey, items, spec)
     text_files = [*weights.weight_files(Path(paths["text_encoder"]).expanduser()), Path(paths["tokenizer"])]
     text_key = " ".join(layout.on_rank_0(cache.digests, text_files))
-    dataset = cache.LatentDataset(items, spec, survey, components.vae, components.encode_text, text_key, config.cache)
+    dataset = cache.LatentDataset(
+        items,
+        spec,
+        survey,
+        components.vae,
+        components.encode_text,
+        text_key,
+        config.cache,
+        condition,
+        components.image_encoder,
+    )
     dataset.fill(layout.rank, layout.world, layout.barrier)
     return dataset
 
 
-def make_optimizer(parameters, config: Config) -> torch.optim.Optimizer:
-    if config.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=config.lr, weight_decay=config.weight_decay)
-    return torch.optim.AdamW(
-        parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
-    )
-
-
-def open_run(run: Path, config: Config, layout, first: int):
-    """Write config.json; keep of an older metrics.jsonl the steps that this run goes on from."""
+def open_run(run: Path, description: dict, first: int) -> watch.Log:
+    """Write config.json and open the log."""
     run.mkdir(parents=True, exist_ok=True)
-    (run / "config.json").write_text(json.dumps(describe_run(config, layout), indent=2))
-    metrics = run / "metrics.jsonl"
-    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
-    metrics.write_text("".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= first))
+    (run / "config.json").write_text(json.dumps(description, indent=2))
+    return watch.Log(run, first)
 
 
 def describe_run(config: Config, layout) -> dict:
@@ -339,46 +433,20 @@ def describe_run(config: Config, layout) -> dict:
     }
 
 
-class Stopwatch:
-    """Seconds per phase of a step. On a GPU by events, so that nothing waits for the device before the step's end."""
-
-    def __init__(self, device: torch.device):
-        self.cuda = device.type == "cuda"
-
-    def mark(self):
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def start(self):
-        self.marks = [("", self.mark())]
-
-    def lap(self, phase: str):
-        """What was done since the last mark was `phase`."""
-        self.marks.append((phase, self.mark()))
-
-    def read(self) -> dict[str, float]:
-        if self.cuda:
-            torch.cuda.synchronize()
-        seconds = dict.fromkeys(("data", "forward", "backward", "optimizer"), 0.0)
-        for (_, before), (phase, after) in zip(self.marks, self.marks[1:], strict=False):
-            seconds[phase] += before.elapsed_time(after) / 1000 if self.cuda else after - before
-        return seconds
-
-
-def peak_memory(device: torch.device) -> float:
-    """GiB: the device's peak so far, or this process's resident peak on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    import resource  # not on Windows, where there is no such figure
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-def spell(seconds: dict[str, float]) -> str:
-    return " ".join(f"{phase} {value:.2f}s" for phase, value in seconds.items())
+def show(config: Config, parts: dict[str, Part], components, layout):
+    """Sample with the moving averages, where there are some."""
+    preset = PRESETS[config.model]
+    for part in parts.values():
+        for name, parameter in part.model.named_parameters():
+            if name in part.ema:
+                parameter.data.copy_(part.ema[name])
+    models = {expert: part.model.eval() for expert, part in parts.items()}
+    requests = read_requests(config.prompts, preset.condition) if config.prompts else demo_requests(preset)
+    folder = Path("runs") / config.run / "samples"
+    sampler = sample.Sampler(models, components, preset, preset.sampling, layout, sample.DTYPES[config.precision])
+    sheet = sampler.write(requests, config.seed, folder)
+    if layout.rank == 0:
+        print(f"{len(requests)} videos in {folder}, all on one page in {sheet}")
 
 
 if __name__ == "__main__":

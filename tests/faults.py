@@ -788,9 +788,10 @@ def one_group_not_updated():
 def moments_not_restored():
     """J6: a resumed run starts with an empty optimizer."""
 
-    def faulty(folder, module, optimizer, *rest):
-        step = ORIGINAL["load"](folder, module, optimizer, *rest)
-        optimizer.state.clear()
+    def faulty(folder, parts, *rest):
+        step = ORIGINAL["load"](folder, parts, *rest)
+        for part in parts.values():
+            part.optimizer.state.clear()
         return step
 
     return patch.object(resume, "load", faulty)

@@ -81,21 +81,27 @@ def run(folder: Path, killed_in: int | None = None, **changes) -> dict:
     os.chdir(folder)
     record = {"loss": [], "grads": [], "digests": [], "params": {}}
 
-    def observe(step, loss, module):
+    def observe(step, loss, parts):
         if step == killed_in:
             raise Killed
         record["loss"].append(loss)
-        record["grads"].append(whole({name: p.grad for name, p in module.named_parameters()}))
-        note(module)
+        record["grads"].append(whole({name: p.grad for name, p in named(parts) if p.grad is not None}))
+        note(parts)
 
-    def note(module):
-        record["params"] = whole({name: p.detach() for name, p in module.named_parameters()})
+    def note(parts):
+        record["params"] = whole({name: p.detach() for name, p in named(parts)})
         digest = hashlib.blake2b(b"".join(t.numpy().tobytes() for t in record["params"].values()))
         record["digests"].append(digest.hexdigest())
 
     with contextlib.suppress(Killed), patch.dict(model.CONFIGS, demo=TINY):
         note(train.main(config(folder, **changes), observe))
     return record
+
+
+def named(parts: dict) -> list:
+    """The parameters of all models in training, by name, an expert's behind its own."""
+    pairs = ((expert, pair) for expert, part in parts.items() for pair in part.model.named_parameters())
+    return [(f"{expert}.{name}" if expert else name, p) for expert, (name, p) in pairs]
 
 
 def whole(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

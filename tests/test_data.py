@@ -11,7 +11,7 @@ from test_video import numbered, write_image, write_video
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from cache import LatentDataset, fingerprint, latent_key, survey, text_key, write_tensor
+from cache import LatentDataset, fingerprint, sample_key, survey, text_key, write_tensors
 from clips import ClipSpec, load_clip, probe
 from manifests import DataError, Item, read_items
 from model import CONFIGS, WanDiT
@@ -299,7 +299,7 @@ def test_cache(items, tmp_path):
     assert [data.shape(i) for i in range(4)] == [(16, 3, 4, 8)] * 3 + [(16, 1, 4, 8)]
     for i in range(4):
         for variant in range(data.variants(i)):
-            latents = data.latents(i, variant)
+            latents = data.sample(i, variant)["latents"]
             clip = load_clip(items[i], data.probes[i], TOY_SPEC, variant)
             assert latents.shape == data.shape(i) and latents.dtype == torch.float32
             assert torch.equal(latents, data.vae.encode(clip))
@@ -308,23 +308,23 @@ def test_cache(items, tmp_path):
 
     log.clear()
     again = make_dataset(items, tmp_path, log)
-    assert log == [] and torch.equal(again.latents(2, 1), data.latents(2, 1))
+    assert log == [] and torch.equal(again.sample(2, 1)["latents"], data.sample(2, 1)["latents"])
     assert not [path for path in tmp_path.rglob("*") if path.name.endswith(".tmp")]
 
 
 def test_cache_keys(items):
     """The key changes with all that latents and text states depend on, or a run would train on stale ones."""
     found = probe(items[0], TOY_SPEC)
-    base = latent_key("file", "vae", found, TOY_SPEC, 0)
+    base = sample_key("file", "vae", found, TOY_SPEC, 0)
     change = {name: SimpleNamespace(**vars(found)) for name in ("length", "clip_height", "clip_width")}
     for name, other in change.items():
         setattr(other, name, 1)
     keys = [
-        latent_key("other file", "vae", found, TOY_SPEC, 0),
-        latent_key("file", "other vae", found, TOY_SPEC, 0),
-        *(latent_key("file", "vae", other, TOY_SPEC, 0) for other in change.values()),
-        latent_key("file", "vae", found, ClipSpec(height=32, width=64, frames=9, clips=2, fps=8), 0),
-        latent_key("file", "vae", found, TOY_SPEC, 1),
+        sample_key("other file", "vae", found, TOY_SPEC, 0),
+        sample_key("file", "other vae", found, TOY_SPEC, 0),
+        *(sample_key("file", "vae", other, TOY_SPEC, 0) for other in change.values()),
+        sample_key("file", "vae", found, ClipSpec(height=32, width=64, frames=9, clips=2, fps=8), 0),
+        sample_key("file", "vae", found, TOY_SPEC, 1),
     ]
     assert len({base, *keys}) == 8
     texts = [text_key("a dog", "e"), text_key("a cat", "e"), text_key("a dog", "f"), text_key("", "e")]
@@ -349,7 +349,7 @@ def test_ranks_share_the_work(items, tmp_path):
     def run(rank):
         try:
             data = make_dataset(items, tmp_path, logs[rank], rank=rank, world=2, barrier=barrier.wait)
-            assert all(data.latents(i, 0).shape == data.shape(i) for i in range(4))
+            assert all(data.sample(i, 0)["latents"].shape == data.shape(i) for i in range(4))
         except BaseException as error:
             errors.append(error)
 
@@ -377,9 +377,9 @@ def test_cache_failures(items, tmp_path, monkeypatch):
             make_dataset(items, tmp_path / "full", [])
     assert not [path for path in (tmp_path / "full").rglob("*") if path.is_file()]
     broken = make_dataset(items, tmp_path / "full", [])
-    broken.latent_files[0][0].write_bytes(b"half")
+    broken.sample_files[0][0].write_bytes(b"half")
     with pytest.raises(RuntimeError, match="cannot be read .*; delete it"):
-        broken.latents(0, 0)
+        broken.sample(0, 0)
     with pytest.raises(RuntimeError, match="cache files were not written.*one folder that all ranks share"):
         make_dataset(items, tmp_path / "alone", [], rank=0, world=2)
 
@@ -392,5 +392,5 @@ def test_write_tensor_is_whole_or_absent(tmp_path, monkeypatch):
         seen.append((target.exists(), source.name != target.name, source.stat().st_size > 0))
 
     monkeypatch.setattr("cache.os.replace", watch)
-    write_tensor(tmp_path / "x.safetensors", torch.ones(3))
+    write_tensors(tmp_path / "x.safetensors", {"x": torch.ones(3)})
     assert seen == [(False, True, True)]

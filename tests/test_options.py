@@ -36,7 +36,7 @@ BAD = {  # command line: words of the one line
     "--steps 4 --steps 5": "--steps is given 2 times",
     "--steps many": "invalid int value: 'many'",
     "--shard zero3": "invalid choice: 'zero3'",
-    "--model wan3": "--model wan3 is none of demo, wan2.1-t2v-1.3b",
+    "--model wan3": "--model wan3 is none of demo, demo-i2v",
     "--model wan2.1-t2v-14b": "--model wan2.1-t2v-14b needs --vae PATH",
     "--data /nowhere/at/all": "--data /nowhere/at/all: no such file or folder",
     "--vae /nowhere.pth": "--vae /nowhere.pth: no such file",
@@ -49,6 +49,10 @@ BAD = {  # command line: words of the one line
     "--resume latest --run never-was": "--resume latest: runs/never-was holds no checkpoint",
     "--prompts /nowhere.txt": "--prompts /nowhere.txt: no such file",
     "--ema 1": "--ema 1.0 must be in",
+    "--expert high": "--expert high: --model demo is one model",
+    "--image-condition 0.5": "--image-condition 0.5: --model demo takes no image",
+    "--model demo-t2v-experts --checkpoint scratch --expert low --noise-range 0.9 1": "low 0.9 and high 0.875",
+    "--trainable nothing": "--trainable nothing finds no parameter",
 }
 
 

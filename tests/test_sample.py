@@ -14,7 +14,8 @@ from test_model import golden_model, relative
 import model
 import sample
 import train
-from sample import Sampling, generate
+from presets import Sampling
+from sample import Given, generate
 from vae import VAEConfig, WanVAE
 from video import read_mp4
 
@@ -28,7 +29,7 @@ def test_the_released_pipeline(golden, solver):
     how = Sampling(32, 48, 9, 16, steps=6, shift=5.0, guidance=5.0, solver=solver)
     texts, negative = [case["in.context.cond"]], case["in.context.uncond"]
     noise = case["out.noise"]
-    latents = generate(dit, texts, negative, noise.shape, how, [noise], torch.float32)[0]
+    latents = generate({"": dit}, texts, negative, [Given(noise.shape)], how, [noise], torch.float32)[0]
     assert relative(latents, case[f"out.latent.{solver}"]) < 5e-4
     settings = golden.config("vae21_weights")
     weights = golden("vae21_weights")
