@@ -41,7 +41,10 @@ class CLIPConfig:
             raise ValueError(f"image_size {self.image_size} is not a multiple of patch_size {self.patch_size}")
 
 
-CLIP_CONFIGS = {"vit-h-14": CLIPConfig()}
+CLIP_CONFIGS = {
+    "vit-h-14": CLIPConfig(),
+    "demo": CLIPConfig(image_size=112, patch_size=7, dim=32, out_dim=32, num_heads=2, num_layers=3),  # 257 tokens too
+}
 
 
 def at_least_float32(x: Tensor) -> Tensor:

@@ -83,6 +83,16 @@ VAE_CONFIGS = {
         ),
     ),
     "demo": VAEConfig(latents_mean=(0.0,) * 16, latents_std=(1.0,) * 16, dim=8),
+    "demo-2.2": VAEConfig(
+        latents_mean=(0.0,) * 48,
+        latents_std=(1.0,) * 48,
+        dim=12,
+        z_dim=48,
+        dim_mult=(1, 2, 2, 2),
+        num_res_blocks=1,
+        patch_size=2,
+        is_residual=True,
+    ),
 }
 
 

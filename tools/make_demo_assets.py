@@ -27,17 +27,34 @@ from pathlib import Path
 import numpy as np
 import sentencepiece
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from demo import COLOURS, DIRECTIONS, GROUNDS, HELD_OUT_SCENES, SHAPES, TRAINING_SCENES, WORDINGS, Scene, draw
+from demo_score import centroids
+
+from demo import (
+    COLOURS,
+    DIRECTIONS,
+    FRAMES,
+    GROUNDS,
+    HELD_OUT_SCENES,
+    SHAPES,
+    SIZE,
+    TRAINING_SCENES,
+    WORDINGS,
+    Scene,
+    draw,
+)
+from image_encoder import CLIP_CONFIGS, CLIPVision
 from text_encoder import UMT5_CONFIGS, Tokenizer, UMT5Encoder
-from vae import VAE_CONFIGS, Cache, Downsample, ResidualBlock, Upsample, WanVAE
+from vae import VAE_CONFIGS, Cache, Downsample, ResidualBlock, Upsample, VAEConfig, WanVAE
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 WORDS = {"colour": list(COLOURS), "shape": list(SHAPES), "direction": list(DIRECTIONS), "ground": list(GROUNDS)}
+PARTS = ("tokenizer", "text", "vae", "vae22", "clip")
+SEEN = ("colour", "shape", "ground")  # the words that a single picture shows
 TEXT_LEN = 32  # of the demo DiT
 NOISE = 0.3  # most noise that the decoder learns to forgive, in standard deviations of the latents
 STAGES = ((600, 4, 1), (300, 2, 5), (300, 2, 17))  # the VAE's training: steps, clips per step, frames per clip
@@ -114,6 +131,62 @@ def train_text_encoder(path: Path, tokenizer: Tokenizer, steps: int = 1500, batc
             right = (head(encoder(ids, mask)).argmax(-1) == y)[mask.bool()].to(torch.float32).mean()
             print(f"text: {kind} right in {100 * right:.1f} % of the tokens of held-out scenes' captions", flush=True)
     save_file(encoder.state_dict(), path)
+
+
+def pictures(rng: np.random.Generator, scenes: list[Scene], count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Frames (n, 3, 1, H, W) in [-1, 1] of random clips, the numbers of their colour, shape and ground (n, 3), and the
+    shape's centre as (y, x) (n, 2), 0 in the frame's middle and 1 at its edge."""
+    frames, labels, centres = [], [], []
+    for _ in range(count):
+        scene = scenes[rng.integers(len(scenes))]
+        frame = draw(scene, rng)[rng.integers(FRAMES)] / 255  # (H, W, 3)
+        cover = np.abs(frame - GROUNDS[scene.ground]).sum(-1) - 0.01  # of the ground a byte's rounding is left
+        frames.append(np.moveaxis(frame, -1, 0)[:, None] * 2 - 1)
+        labels.append([WORDS[kind].index(getattr(scene, kind)) for kind in SEEN])
+        centres.append(centroids(cover.clip(0)[None])[0] / (SIZE / 2) - 1)
+    return (
+        torch.from_numpy(np.stack(frames)).to(torch.float32),
+        torch.tensor(labels),
+        torch.from_numpy(np.stack(centres)).to(torch.float32),
+    )
+
+
+def train_image_encoder(path: Path, steps: int = 400, batch: int = 32) -> None:
+    """Teaches every token's state what the picture shows: three linear heads read colour, shape and ground from it, a
+    fourth the shape's centre; the heads are then thrown away. What the tower never computes (its last block and the
+    projection) stays as it was seeded."""
+    torch.manual_seed(0)
+    rng, encoder = np.random.default_rng(0), CLIPVision(CLIP_CONFIGS["demo"])
+    heads = nn.ModuleList(nn.Linear(encoder.config.dim, n) for n in (*(len(WORDS[kind]) for kind in SEEN), 2))
+    pool, labels, centres = pictures(rng, TRAINING_SCENES, 2000)
+    optimizer = torch.optim.AdamW([*encoder.parameters(), *heads.parameters()], lr=3e-3, betas=(0.9, 0.99))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, steps)
+    for step in range(steps):
+        chosen = torch.from_numpy(rng.integers(len(pool), size=batch))
+        states = encoder.encode(list(pool[chosen]))  # (n, L, C)
+        *scores, where = (head(states) for head in heads)  # (n, L, classes) each, (n, L, 2)
+        words = labels[chosen].T[:, :, None].expand(-1, -1, states.shape[1])  # (3, n, L)
+        loss = sum(
+            nn.functional.cross_entropy(x.flatten(0, 1), y.flatten()) for x, y in zip(scores, words, strict=True)
+        )
+        loss = loss + 10 * (where - centres[chosen, None]).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(encoder.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        if (step + 1) % 50 == 0:
+            print(f"clip {step + 1}/{steps}: loss {loss.item():.3f}", flush=True)
+    save_file({name: p.to(torch.float16) for name, p in encoder.state_dict().items()}, path)
+    encoder.load_state_dict(load_file(path))
+    new, labels, centres = pictures(np.random.default_rng(1), HELD_OUT_SCENES, 128)
+    with torch.no_grad():
+        states = encoder.encode(list(new))
+        for i, kind in enumerate(SEEN):
+            right = (heads[i](states).argmax(-1) == labels[:, i, None]).to(torch.float32).mean()
+            print(f"clip: {kind} right in {100 * right:.1f} % of the tokens of held-out scenes' pictures", flush=True)
+        off = SIZE / 2 * (heads[-1](states) - centres[:, None]).square().mean().sqrt()
+    print(f"clip: the centre is read to within {off:.2f} pixels (root mean square) of each axis", flush=True)
 
 
 def cut_batch(rng: np.random.Generator, pool: list[np.ndarray], clips: int, frames: int) -> Tensor:
@@ -204,18 +277,18 @@ class Statistics:
         return (self.var + 1e-6).rsqrt()
 
 
-def train_vae(path: Path, report: int = 100) -> None:
+def train_vae(path: Path, config: VAEConfig, dtype: torch.dtype, report: int = 100) -> None:
     """Reconstruction through noisy latents.
 
     Each latent channel is brought to mean 0 and variance 1 by running statistics, then noise of a random strength up to
     NOISE is added, and a small penalty keeps the encoder from outrunning the statistics. With a fixed power per channel
-    it can beat the noise only by spreading what it knows evenly, so all 16 channels carry something, close latents mean
+    it can beat the noise only by spreading what it knows evenly, so all channels carry something, close latents mean
     close pictures, and a small DiT's small errors decode to clean frames. The released VAE's KL term does the same.
     """
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
     pool = [draw(scene, rng) for scene in TRAINING_SCENES for _ in range(4)]
-    vae = WanVAE(VAE_CONFIGS["demo"]).requires_grad_(True)
+    vae = WanVAE(config).requires_grad_(True)
     start_weights(vae)
     channels_last(vae)
     average = {name: p.detach().clone() for name, p in vae.named_parameters()}
@@ -245,13 +318,15 @@ def train_vae(path: Path, report: int = 100) -> None:
         for name, p in vae.named_parameters():
             average[name].lerp_(p.detach(), 1 - decay)
         if (step + 1) % report == 0 or step + 1 == len(plan):
-            psnr = save_vae(path, average, statistics, clips=32 if step + 1 == len(plan) else 8)
+            psnr = save_vae(path, average, statistics, config, dtype, clips=32 if step + 1 == len(plan) else 8)
             took = f"{time.process_time() - start:.0f} s of one core"
             print(f"vae {step + 1}/{len(plan)}: loss {loss.item():.4f}, held-out clips {psnr}, {took}", flush=True)
 
 
 @torch.no_grad()
-def save_vae(path: Path, weights: dict[str, Tensor], statistics: Statistics, clips: int) -> str:
+def save_vae(
+    path: Path, weights: dict[str, Tensor], statistics: Statistics, config: VAEConfig, dtype: torch.dtype, clips: int
+) -> str:
     """Normalise the latents, save the weights, and report the PSNR of clips of held-out scenes, plain and with noise.
 
     The decoder was trained behind the running statistics. The latents of a sample of clips get mean 0 and variance 1
@@ -259,7 +334,7 @@ def save_vae(path: Path, weights: dict[str, Tensor], statistics: Statistics, cli
     come, and VAE_CONFIGS["demo"] holds zeros and ones. The log-variance, which nothing has trained, is set to that of
     the noise.
     """
-    vae = WanVAE(VAE_CONFIGS["demo"])
+    vae = WanVAE(config)
     vae.load_state_dict(weights)
     channels_last(vae)
     rng, z = np.random.default_rng(1), vae.config.z_dim
@@ -273,24 +348,25 @@ def save_vae(path: Path, weights: dict[str, Tensor], statistics: Statistics, cli
     vae.conv1.weight[z:], vae.conv1.bias[z:] = 0, 2 * math.log(NOISE / 2)
     vae.conv2.bias += vae.conv2.weight[..., 0, 0, 0] @ ((found_mean - statistics.mean.flatten()) * trained_scale)
     vae.conv2.weight *= (trained_scale / scale)[:, None, None, None]
-    save_file({name: p.contiguous() for name, p in vae.state_dict().items()}, path)
+    save_file({name: p.to(dtype).contiguous() for name, p in vae.state_dict().items()}, path)
+    vae.load_state_dict(load_file(path))  # what is reported is what the file gives
     results = []
     for noise in (0.0, NOISE):
         errors = []
         for part in new.split(4):
             latents = vae.encode(part)
             video = vae.decode(latents + noise * torch.randn_like(latents)).clamp(-1, 1)
-            errors.append((video - part).square().mean((1, 2, 3, 4)))
-        results.append(f"PSNR {10 * torch.log10(4 / torch.cat(errors)).mean():.1f} dB with noise {noise}")
+            errors.append((video - part).square().mean((1, 3, 4)))  # (S, T)
+        errors = torch.cat(errors)
+        clip, first, second = (10 * torch.log10(4 / e).mean() for e in (errors.mean(1), errors[:, 0], errors[:, 1]))
+        results.append(f"PSNR {clip:.1f} dB with noise {noise} (frame 0 {first:.1f}, frame 1 {second:.1f})")
     return ", ".join(results)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=ASSETS, help="folder for the files")
-    parser.add_argument(
-        "--parts", nargs="+", choices=("tokenizer", "text", "vae"), default=("tokenizer", "text", "vae")
-    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="which of them to make")
     args = parser.parse_args()
     torch.set_num_threads(1)  # the order of sums, and with it the weights, would depend on the number of cores
     args.out.mkdir(parents=True, exist_ok=True)
@@ -300,7 +376,11 @@ def main() -> None:
         tokenizer = Tokenizer(args.out / "tokenizer.model", TEXT_LEN)
         train_text_encoder(args.out / "text_encoder.safetensors", tokenizer)
     if "vae" in args.parts:
-        train_vae(args.out / "vae.safetensors")
+        train_vae(args.out / "vae.safetensors", VAE_CONFIGS["demo"], torch.float32)
+    if "vae22" in args.parts:
+        train_vae(args.out / "vae22.safetensors", VAE_CONFIGS["demo-2.2"], torch.float16)
+    if "clip" in args.parts:
+        train_image_encoder(args.out / "clip.safetensors")
 
 
 if __name__ == "__main__":
