@@ -20,7 +20,16 @@ from vae import VAE_CONFIGS, WanVAE
 from video import to_pixels, write_mp4, write_png
 
 ROOT = Path(__file__).resolve().parent.parent
-TINY = WanConfig(dim=48, ffn_dim=80, num_heads=4, num_layers=2, text_dim=64, text_len=12, freq_dim=16)
+SMALL = dict(dim=48, ffn_dim=80, num_heads=4, num_layers=2, text_dim=64, text_len=12, freq_dim=16)
+TINY = WanConfig(**SMALL)
+MODELS = {  # what the demo's presets are in tests
+    "demo": TINY,
+    "demo-i2v": WanConfig("i2v", in_dim=36, clip_dim=32, **SMALL),
+    "demo-flf2v": WanConfig("flf2v", in_dim=36, clip_dim=32, **SMALL),
+    "demo-t2v-experts": TINY,
+    "demo-i2v-experts": WanConfig("i2v", in_dim=36, clip_dim=0, **SMALL),
+    "demo-ti2v": WanConfig("ti2v", in_dim=48, out_dim=48, **SMALL),
+}
 WEIGHTS = {"checkpoint": "dit", "vae": "vae", "text_encoder": "text"}
 # (frames, height, width): two videos of different size and length, two images; 45 + 20 + 9 + 5 = 79 tokens, a prime
 FILES = {"a": (9, 48, 80), "b": (5, 80, 32), "c": (1, 48, 48), "d": (1, 16, 80)}
@@ -29,22 +38,31 @@ FILES = {"a": (9, 48, 80), "b": (5, 80, 32), "c": (1, 48, 48), "d": (1, 16, 80)}
 def prepare(folder: Path):
     """Write files, captions and weights into `folder`, and fill its cache."""
     torch.manual_seed(0)
-    (folder / "data").mkdir()
+    write_files(folder / "data", FILES)
+    write_dit(folder / "dit.safetensors", TINY)
+    save_file(WanVAE(VAE_CONFIGS["demo"]).state_dict(), folder / "vae.safetensors")
+    save_file(UMT5Encoder(UMT5_CONFIGS["demo"]).state_dict(), folder / "text.safetensors")
+    return run(folder, steps=1, run="fill")
+
+
+def write_files(folder: Path, files: dict[str, tuple[int, int, int]]):
+    """Captioned noise, (frames, height, width) by name: mp4, or png where it is one frame."""
+    folder.mkdir()
     rng = np.random.default_rng(0)
-    for name, (frames, height, width) in FILES.items():
+    for name, (frames, height, width) in files.items():
         video = torch.from_numpy(rng.uniform(-1, 1, (3, frames, height, width)).astype(np.float32))
-        file = folder / "data" / (f"{name}.mp4" if frames > 1 else f"{name}.png")
+        file = folder / (f"{name}.mp4" if frames > 1 else f"{name}.png")
         if frames > 1:
             write_mp4(file, video, 16)
         else:
             write_png(file, to_pixels(video)[0])
         file.with_suffix(".txt").write_text(f"a {name} moves {'left' if frames > 5 else 'up'}")
-    dit = WanDiT(TINY)
+
+
+def write_dit(file: Path, wan: WanConfig):
+    dit = WanDiT(wan)
     torch.nn.init.normal_(dit.head.head.weight, std=0.1)  # a zero head sends no gradient into the blocks
-    save_file(dit.state_dict(), folder / "dit.safetensors")
-    save_file(WanVAE(VAE_CONFIGS["demo"]).state_dict(), folder / "vae.safetensors")
-    save_file(UMT5Encoder(UMT5_CONFIGS["demo"]).state_dict(), folder / "text.safetensors")
-    return run(folder, steps=1, run="fill")
+    save_file(dit.state_dict(), file)
 
 
 def config(folder: Path, **changes) -> train.Config:
@@ -93,7 +111,7 @@ def run(folder: Path, killed_in: int | None = None, **changes) -> dict:
         digest = hashlib.blake2b(b"".join(t.numpy().tobytes() for t in record["params"].values()))
         record["digests"].append(digest.hexdigest())
 
-    with contextlib.suppress(Killed), patch.dict(model.CONFIGS, demo=TINY):
+    with contextlib.suppress(Killed), patch.dict(model.CONFIGS, MODELS):
         note(train.main(config(folder, **changes), observe))
     return record
 

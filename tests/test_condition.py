@@ -34,7 +34,7 @@ def test_sizes(golden):
 
 @pytest.mark.parametrize("name", ["cond_i2v_21", "cond_i2v_22"])
 def test_first_frame_condition(golden, name):
-    """If this goes, an image-to-video model is given another picture, mask or order of channels than it learned with."""
+    """If this goes, an image-to-video model is given another picture, mask or order of channels than before."""
     case = golden(name)
     expected = case["out.vae_input"]
     first = prepared(case["in.image_uint8_hwc"].numpy(), "first", tuple(expected.shape[2:]))

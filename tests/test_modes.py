@@ -1,0 +1,112 @@
+"""The one idea for every way to train: the modes' loss curves do not depend on the layout either."""
+
+import pytest
+import runs
+import torch
+from safetensors.torch import load_file
+from spawn import spawn
+from test_layouts import failures_of
+
+VIDEOS = {"a": (9, 64, 96), "b": (5, 96, 64), "c": (9, 64, 64), "d": (5, 64, 128)}
+MIXED = {"a": (9, 64, 96), "b": (5, 96, 64), "c": (1, 64, 64), "d": (9, 64, 64)}
+MODES = {  # options of each; the experts' batch of 4 has samples of both in some steps and of one in others
+    "i2v": {"model": "demo-i2v"},
+    "flf2v": {"model": "demo-flf2v", "caption_dropout": 0.0},
+    "ti2v": {"model": "demo-ti2v", "image_condition": 0.5, "data": "mixed"},
+    "t2v-experts": {"model": "demo-t2v-experts", "data": "mixed"},
+    "i2v-experts": {"model": "demo-i2v-experts", "image_condition": 0.7, "max_grad_norm": 0.1},
+    "trainable": {"trainable": r"self_attn\.[qk]|blocks\.1\.ffn", "data": "mixed"},
+}
+LAYOUTS = {
+    2: [{"sp": 1}, {"ulysses": 2}, {"ring": 2}],
+    4: [
+        {"sp": 1},
+        {"ulysses": 2, "ring": 2},
+        {"sp": 2, "ulysses": 2},
+        {"sp": 2, "ring": 2},
+        {"ulysses": 4},
+        {"ring": 4},
+    ],
+}
+SHARDS = ["none", "grads", "full"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("modes")
+    runs.prepare(folder)
+    runs.write_files(folder / "videos", VIDEOS)
+    runs.write_files(folder / "mixed", MIXED)
+    for model in runs.MODELS:
+        runs.write_dit(folder / f"{model}.safetensors", runs.MODELS[model])
+        runs.write_dit(folder / f"{model}-low.safetensors", runs.MODELS[model])
+    return folder
+
+
+def options(folder, mode: str, **changes) -> dict:
+    how = {"model": "demo", "data": "videos", "steps": 3, "max_area": 96 * 96} | MODES[mode]
+    if how["model"] in ("demo-ti2v",):
+        how["vae"] = ""  # the demo's own
+    if "experts" in how["model"]:
+        how["low_checkpoint"] = str(folder / f"{how['model']}-low.safetensors")
+    how["checkpoint"] = str(folder / f"{how['model']}.safetensors")
+    how["data"] = str(folder / how["data"])
+    return how | changes
+
+
+@pytest.fixture(scope="module")
+def references(folder):
+    """One process, one pack, nothing sharded or recomputed."""
+    return {mode: runs.run(folder, **options(folder, mode)) for mode in MODES}
+
+
+def cases_of(folder, world: int) -> list[dict]:
+    """Every layout for every mode; sharding, pack size and recomputation go around so that each meets each mode."""
+    cases = []
+    for m, mode in enumerate(MODES):
+        for i, layout in enumerate(LAYOUTS[world]):
+            shard = SHARDS[(i + m) % 3]
+            recompute = ["none", "block"][(i // 3 + m) % 2]
+            limit = [0, 72][(i + m // 2) % 2]
+            cases.append(options(folder, mode, shard=shard, recompute=recompute, pack_tokens=limit, **layout))
+    return cases
+
+
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_every_mode_trains_the_same(folder, references, world):
+    """If this goes, a mode's loss, gradients or weights depend on the layout: a condition that is not cut with its
+    tokens, an image's features that go to another sample, an expert that some ranks skip, a frozen weight."""
+    cases = cases_of(folder, world)
+    results = spawn(runs.run_all, world, folder, cases)
+    for i, case in enumerate(cases):
+        mode = list(MODES)[i // len(LAYOUTS[world])]
+        failures = failures_of([case], [[records[i]] for records in results], {"adamw": references[mode]})
+        assert not failures, (mode, failures[:3])
+    print("largest differences", largest(results, cases, references, world))
+
+
+def largest(results, cases, references, world) -> dict[str, dict]:
+    found = {}
+    for i in range(len(cases)):
+        mode = list(MODES)[i // len(LAYOUTS[world])]
+        for name, value in runs.worst(results[0][i], references[mode]).items():
+            found.setdefault(mode, {})[name] = max(value, found.get(mode, {}).get(name, 0.0))
+    return found
+
+
+def test_experts_train_on_their_own_noise(folder, references):
+    """If this goes, an expert is trained on the other's range, or moves in a step that has no sample for it."""
+    for mode in ("t2v-experts", "i2v-experts"):
+        grads = references[mode]["grads"]
+        trained = [{name.split(".")[0] for name in step} for step in grads]
+        assert {"high", "low"} in trained
+    for expert, boundary in (("high", 0.875), ("low", 0.875)):
+        record = runs.run(folder, **options(folder, "t2v-experts", expert=expert, low_checkpoint=""))
+        assert {name.split(".")[0] for step in record["grads"] for name in step} == {expert}, boundary
+
+
+def test_frozen_weights_stay(folder, references):
+    """If this goes, --trainable trains what it does not name, or not what it names."""
+    before = load_file(folder / "demo.safetensors")
+    moved = {name for name, x in references["trainable"]["params"].items() if not torch.equal(x, before[name].double())}
+    assert moved == {n for n in before if "self_attn.q." in n or "self_attn.k." in n or n.startswith("blocks.1.ffn")}
