@@ -30,6 +30,7 @@ class Pack:
     weights: list[Tensor] = field(default_factory=list)  # (1,) or (F,): of each squared error in the global loss
     condition: list[Tensor] = field(default_factory=list)  # empty where the model takes none, as the next
     image: list[Tensor] = field(default_factory=list)  # (1 or 2, 257, clip_dim)
+    shares: Tensor | None = None  # (S,): pack_loss leaves here what each sample adds to the loss on this rank
 
 
 @dataclass
@@ -37,21 +38,27 @@ class Step:
     """This rank's part of a step, and what is known of the whole."""
 
     packs: dict[str, list[Pack]]  # by expert, "" where the model is one; none for one without samples
-    samples: dict[str, int]  # how many of the global batch are each expert's
+    sigmas: list[float]  # of all samples of the global batch
+    experts: dict[str, list[int]]  # which of them each expert trains on
     tokens: int  # of all ranks
     idle: float  # share of the step that the average data-parallel rank waits for the busiest, by modelled cost
 
 
 def step_packs(config, dataset, layout, step: int) -> Step:
     """A pure function of (config, data, step): every rank works out the whole assignment and builds its own part."""
-    wan = CONFIGS[config.model]
-    drawn = stream.draws(step, config.batch_size, config.seed, dataset, config.caption_dropout)
-    sigmas = sigmas_of(drawn, config)
+    return divide(
+        stream.draws(step, config.batch_size, config.seed, dataset, config.caption_dropout), config, dataset, layout
+    )
+
+
+def divide(drawn: list[stream.Draw], config, dataset, layout) -> Step:
+    """The samples of a step, by expert, over ranks and packs."""
+    wan, sigmas = CONFIGS[config.model], sigmas_of(drawn, config)
     tokens = [math.prod(dataset.shape(d.index)[1:]) // math.prod(wan.patch_size) for d in drawn]
     costs = [stream.sample_cost(n, wan.dim, wan.ffn_dim, wan.text_len) for n in tokens]
-    result = Step({}, {}, sum(tokens), 0.0)
+    result = Step({}, sigmas, routed(sigmas, config), sum(tokens), 0.0)
     busiest = 0.0
-    for expert, numbers in routed(sigmas, config).items():
+    for expert, numbers in result.experts.items():
         shares = stream.assign_packs(
             [tokens[i] for i in numbers], [costs[i] for i in numbers], layout.dp, config.pack_tokens * layout.sp
         )
@@ -60,7 +67,6 @@ def step_packs(config, dataset, layout, step: int) -> Step:
         result.packs[expert] = [
             make_pack([drawn[i] for i in pack], [sigmas[i] for i in pack], config, dataset) for pack in packs
         ]
-        result.samples[expert] = len(numbers)
     result.idle = 1 - sum(costs) / (layout.dp * busiest)
     return result
 
@@ -85,8 +91,7 @@ def make_pack(drawn: list[stream.Draw], sigmas: list[float], config, dataset) ->
     if not drawn:
         return empty_pack(CONFIGS[config.model], dataset)
     pack = Pack([d.position for d in drawn], [d.index for d in drawn])
-    bell = flow.bell_weight(torch.tensor(sigmas, dtype=torch.float64), config.shift)
-    for d, sigma, weight in zip(drawn, sigmas, bell.tolist(), strict=True):
+    for d, sigma, weight in zip(drawn, sigmas, loss_weights(sigmas, config), strict=True):
         wide = torch.float64 if config.precision == "fp64" else torch.float32
         sample = {name: x.to(wide) for name, x in dataset.sample(d.index, d.variant).items()}
         given = is_conditioned(d.position, config)
@@ -105,9 +110,15 @@ def make_pack(drawn: list[stream.Draw], sigmas: list[float], config, dataset) ->
         pack.targets.append(flow.velocity_target(x, noise))
         pack.timesteps.append(1000 * noise_levels)
         pack.text.append(dataset.empty_text if d.dropped else dataset.text(d.index))
-        weight = weight if config.loss_weight == "bell" else 1.0
         pack.weights.append((noise_levels > 0) * weight / (config.batch_size * counted))  # what is given has no loss
     return pack
+
+
+def loss_weights(sigmas: list[float], config) -> list[float]:
+    """What --loss-weight gives to samples of these sigmas."""
+    if config.loss_weight == "none":
+        return [1.0] * len(sigmas)
+    return flow.bell_weight(torch.tensor(sigmas, dtype=torch.float64), config.shift).tolist()
 
 
 def is_conditioned(position: int, config) -> bool:
@@ -135,6 +146,8 @@ def pack_loss(model, pack: Pack, layout, dtype) -> Tensor:
     weights = [w.repeat_interleave(len(t) // len(w)).to(t.dtype) for t, w in zip(targets, pack.weights, strict=True)]
     target = sp.shard(torch.cat(targets)).to(device, non_blocking=True)  # (l, P)
     weight = sp.shard(torch.cat(weights)).to(device, non_blocking=True)  # (l,)
+    owners = torch.cat([torch.full((len(t),), i) for i, t in enumerate(targets)])
+    owner = sp.shard(owners).to(device, non_blocking=True)  # (l,); padding says 0 and weighs nothing
 
     def ready(tensors: list[Tensor]) -> list[Tensor]:
         return [x.to(device, dtype, non_blocking=True) for x in tensors]
@@ -148,6 +161,7 @@ def pack_loss(model, pack: Pack, layout, dtype) -> Tensor:
         sp=sp,
         gather=False,
     )  # (l, P)
+    pack.shares = flow.sample_losses(prediction.detach(), target, weight, owner, len(targets))
     return flow.flow_loss(prediction, target, weight)
 
 

@@ -138,6 +138,14 @@ def flow_loss(prediction: torch.Tensor, target: torch.Tensor, weights: torch.Ten
     return (weights.to(error.dtype) * error).sum()
 
 
+def sample_losses(
+    prediction: torch.Tensor, target: torch.Tensor, weights: torch.Tensor, owner: torch.Tensor, samples: int
+) -> torch.Tensor:
+    """`flow_loss` by sample: owner (l,) says whose each token is -> (samples,) in at least float32, for the record."""
+    error = (widen(prediction) - widen(target)).square().sum(-1)  # (l,)
+    return error.new_zeros(samples).index_add_(0, owner, weights.to(error.dtype) * error)
+
+
 # --- the solvers ----------------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ function of (seed, i) alone, so the videos do not depend on the number of proces
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -106,6 +107,14 @@ def read_requests(path: str, condition: str) -> list[Request]:
     return [request_of(row, condition) for row in read_rows(path)]
 
 
+def requests_for_training(config) -> list[Request]:
+    """What train.py samples: --prompts, or the demo's; nothing with --no-sample."""
+    preset = PRESETS[config.model]
+    if not config.sample or not (config.prompts or preset.demo):
+        return []
+    return read_requests(config.prompts, preset.condition) if config.prompts else demo_requests(preset)
+
+
 def read_rows(path: str) -> list[dict]:
     file = Path(path).expanduser()
     if not file.is_file():
@@ -170,6 +179,12 @@ class Components:
 
     def release_text_encoder(self):
         self.encoder.clear()
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """(C, F, h, w) -> (3, T, H, W) in [-1, 1] on the CPU."""
+        weight = next(self.vae.parameters())
+        return self.vae.decode(latents.to(weight)).clamp(-1, 1).cpu()
 
 
 def paths_for(config) -> dict[str, str]:
@@ -289,16 +304,24 @@ class Sampler:
     layout: parallel.Layout
     dtype: torch.dtype
 
-    def write(self, requests: list[Request], seed: int, folder: Path, group: int = 8) -> Path:
-        """Write NNN.mp4 and NNN.txt per request and one contact sheet; every rank calls, and each writes its share.
+    def write(self, requests: list[Request], seed: int, folder: Path) -> Path:
+        """Write NNN.mp4 and NNN.txt per request and one contact sheet; every rank calls, and each writes its share."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for i, video in self.videos(requests, seed):
+            write_mp4(folder / f"{i:03d}.mp4", video, self.how.fps)
+            (folder / f"{i:03d}.txt").write_text(requests[i].prompt)
+        self.layout.barrier()
+        return self.layout.on_rank_0(sheet_of, folder, len(requests))
+
+    def videos(self, requests: list[Request], seed: int, group: int = 8) -> Iterator[tuple[int, Tensor]]:
+        """(number of the request, video (3, T, H, W) in [-1, 1]), each on one of the ranks.
 
         Data-parallel groups take every dp-th request, `group` at a time in one pack; groups that have none left go
         along with the first and drop it, since a sharded model's weights are gathered by all ranks together.
         """
-        layout, how = self.layout, self.how
-        encoded = layout.on_rank_0(self.components.encode_text, [*(r.prompt for r in requests), how.negative])
+        layout = self.layout
+        encoded = layout.on_rank_0(self.components.encode_text, [*(r.prompt for r in requests), self.how.negative])
         encoded = [states.to(layout.device, self.dtype) for states in encoded]
-        folder.mkdir(parents=True, exist_ok=True)
         for r in range(-(-len(requests) // (layout.dp * group))):
             mine = [i for i in range(len(requests)) if i % layout.dp == layout.dp_rank][r * group : (r + 1) * group]
             numbers = mine or [0]
@@ -306,15 +329,10 @@ class Sampler:
             noise = [self.noise(g.shape, seed, i) for i, g in zip(numbers, given, strict=True)]
             texts = [encoded[i] for i in numbers]
             boundary, sp = self.preset.boundary, layout.seam()
-            latents = generate(self.models, texts, encoded[-1], given, how, noise, self.dtype, boundary, sp)
+            latents = generate(self.models, texts, encoded[-1], given, self.how, noise, self.dtype, boundary, sp)
             for i, x in zip(mine, latents, strict=False):
-                if (
-                    i // layout.dp % layout.sp == layout.sp_rank
-                ):  # all ranks of the group have x: they divide the decoding
-                    write_mp4(folder / f"{i:03d}.mp4", self.decode(x), how.fps)
-                    (folder / f"{i:03d}.txt").write_text(requests[i].prompt)
-        layout.barrier()
-        return layout.on_rank_0(sheet_of, folder, len(requests))
+                if i // layout.dp % layout.sp == layout.sp_rank:  # they all have x: the decoding is divided
+                    yield i, self.components.decode(x)
 
     def noise(self, shape, seed: int, i: int) -> Tensor:
         wide = torch.promote_types(self.dtype, torch.float32)
@@ -343,11 +361,6 @@ class Sampler:
             pictures = [p for p in (request.image, request.last_image) if p is not None]
             result.image = self.components.image_encoder.encode([to_unit(p)[:, None].to(weight) for p in pictures])
         return result
-
-    @torch.no_grad()
-    def decode(self, latents: Tensor) -> Tensor:
-        """(C, F, h, w) -> (3, T, H, W) in [-1, 1] on the CPU."""
-        return self.components.vae.decode(latents.float()).clamp(-1, 1).cpu()
 
 
 def sheet_of(folder: Path, count: int, most: int = 32) -> Path:

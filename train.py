@@ -41,7 +41,6 @@ from clips import ClipSpec
 from model import CONFIGS, WanDiT
 from options import exit_with, parse
 from presets import PRESETS
-from sample import demo_requests, read_requests
 from vae import VAE_CONFIGS
 
 
@@ -106,8 +105,11 @@ class Config:
     save_every: int = 0  # steps between checkpoints; 0: only at the end
     keep: int = 2  # so many newest checkpoints stay; 0: all
     resume: str = ""  # "latest", or a checkpoint folder: go on from there
-    sample: bool = True  # write sample videos at the end
+    sample: bool = True  # write sample videos at the end, and with each validation
     prompts: str = ""  # a file of what to sample, see sample.py; empty: the demo's held-out prompts
+    validation: str = ""  # held-out data, as --data: its loss, with fixed noise, goes into the metrics
+    validate_every: str = "0"  # steps, or epochs as in 2ep, between validations; 0: only at the end
+    validation_sigmas: int = 4  # at so many places of the schedule each held-out item is tried
     # Proof
     verify_layout: bool | None = None  # before the first step, compare this layout with one process on two blocks and
     # the first samples, in float64, and refuse one that differs; default: only on the demo's data
@@ -135,12 +137,11 @@ def main(config: Config, observe=None) -> dict[str, "Part"]:
     # -- Training, if this layout computes what one process does.
     if config.verify_layout or (config.verify_layout is None and not config.data):
         parity.verify_layout(fit, config, layout, dataset)
-    parts = fit(config, layout, dataset, observe)
-
-    # -- A look at what was learned.
-    if config.sample and (config.prompts or PRESETS[config.model].demo):
-        show(config, parts, components, layout)
-    return parts
+    run = Path("runs") / config.run
+    held_out = load_dataset(config, paths, components, layout, config.validation) if config.validation else None
+    look = watch.Validation(config, len(dataset), held_out, components, layout, run)
+    layout.on_rank_0(watch.first_batch, config, dataset, components.decode, run)
+    return fit(config, layout, dataset, observe, look)
 
 
 @dataclass
@@ -155,11 +156,12 @@ class Part:
     trace: object = None
 
 
-def fit(config: Config, layout, dataset, observe=None, blocks: int = 0) -> dict[str, Part]:
+def fit(config: Config, layout, dataset, observe=None, look=None, blocks: int = 0) -> dict[str, Part]:
     """The training loop; returns {"": Part}, or the experts' by name.
 
     `observe(step, loss, parts)` is called with each step's gradients in place, before they are clipped, loss being the
-    global one: tests look through it. blocks: keep so many of each model's blocks, a rehearsal of which only the trace
+    global one: tests look through it. `look(step, parts)` is called after each step, and what it returns joins the
+    step's record: validation. blocks: keep so many of each model's blocks, a rehearsal of which only the trace
     stays (parity.py); 0: all.
     """
     run, dtype = Path("runs") / config.run, sample.DTYPES[config.precision]
@@ -194,16 +196,20 @@ def fit(config: Config, layout, dataset, observe=None, blocks: int = 0) -> dict[
                     clock.lap("backward")
                 losses[expert].append(loss.detach())
 
-        # -- The loss: each rank's is its share; the shares add up.
-        shares = layout.sum(torch.stack([torch.stack(losses[expert]).sum() for expert in now.packs]).double())
-        shares = dict(zip(now.packs, shares.tolist(), strict=True))
-        loss = sum(shares.values())
-        for expert, share in shares.items():
-            parts[expert].trace.gradients(losses[expert], share)
+        # -- The loss: each rank's is its share; the shares add up, each model's and, for the record, each sample's.
+        totals = torch.zeros(len(losses) + config.batch_size, dtype=torch.float64, device=layout.device)
+        for i, expert in enumerate(losses):
+            totals[i] = torch.stack(losses[expert]).sum()
+            for pack in now.packs[expert]:
+                watch.gather_shares(totals[len(losses) :], pack, lambda position: position % config.batch_size)
+        totals = layout.sum(totals).tolist()
+        loss = sum(totals[: len(losses)])
+        for expert, total in zip(losses, totals, strict=False):
+            parts[expert].trace.gradients(losses[expert], total)
         if observe is not None:
             observe(step, loss, parts)
         norms = {
-            expert: parallel.clip_gradients(parts[expert].parameters, config.max_grad_norm).item() for expert in shares
+            expert: parallel.clip_gradients(parts[expert].parameters, config.max_grad_norm).item() for expert in losses
         }
 
         # -- The update, of the same models; one without samples stays as it is, on every rank.
@@ -222,7 +228,8 @@ def fit(config: Config, layout, dataset, observe=None, blocks: int = 0) -> dict[
             parts[expert].trace.finish(norm)
         clock.lap("optimizer")
 
-        record = record_of(step, loss, shares, norms, lr, now, clock.read(), config, layout)
+        record = record_of(step, loss, norms, lr, now, clock.read(), layout)
+        record |= watch.losses_of(now, totals[len(losses) :], config) | (look(step + 1, parts) if look else {})
         if layout.rank == 0:
             log.write(record | ({"skipped": fault} if fault else {}))
             if fault:
@@ -300,14 +307,11 @@ def learning_rate(config: Config, step: int) -> float:
     return config.lr * falling[config.lr_schedule]
 
 
-def record_of(step, loss, shares, norms, lr, now: batch.Step, seconds, config: Config, layout) -> dict:
-    """The step's line in metrics.jsonl. Of an expert, its own mean loss: its share is over the whole batch."""
+def record_of(step, loss, norms, lr, now: batch.Step, seconds, layout) -> dict:
+    """The step's line in metrics.jsonl, but for the losses in detail (watch.losses_of)."""
     norm = math.sqrt(sum(x * x for x in norms.values()))
     record = {"step": step + 1, "loss": loss, "lr": lr, "grad_norm": norm}
-    for expert, share in shares.items():
-        if expert:
-            record |= {f"loss_{expert}": share * config.batch_size / now.samples[expert]}
-            record |= {f"grad_norm_{expert}": norms[expert], f"samples_{expert}": now.samples[expert]}
+    record |= {f"grad_norm_{expert}": x for expert, x in norms.items() if expert}
     record |= {"seconds": seconds, "tokens_per_second": now.tokens / sum(seconds.values()), "idle": now.idle}
     return record | {"memory": watch.peak_memory(layout.device)}
 
@@ -374,8 +378,8 @@ def check(config: Config) -> dict[str, str]:
     if config.resume:
         resume.find(Path("runs") / config.run, config.resume)
     flow.training_sigmas(torch.zeros(1), config.shift, config.timestep_sampling, *config.noise_range)
-    if config.sample and config.prompts:
-        read_requests(config.prompts, PRESETS[config.model].condition)
+    watch.steps_between(config.validate_every, 1, 1)
+    sample.requests_for_training(config)
     if config.trainable:
         with torch.device("meta"):
             freeze_others(WanDiT(CONFIGS[config.model]), config.trainable)
@@ -391,9 +395,10 @@ def clip_spec(config: Config) -> ClipSpec:
     )
 
 
-def load_dataset(config: Config, paths: dict[str, str], components, layout) -> cache.LatentDataset:
-    """Look into every file (rank 0, once), then encode what the cache lacks (all ranks, each its part)."""
-    folder = config.data or layout.on_rank_0(demo.write_demo_set, Path("demo_data"))
+def load_dataset(config: Config, paths: dict[str, str], components, layout, folder: str = "") -> cache.LatentDataset:
+    """Look into every file (rank 0, once), then encode what the cache lacks (all ranks, each its part). folder: instead
+    of --data."""
+    folder = folder or config.data or layout.on_rank_0(demo.write_demo_set, Path("demo_data"))
     items, spec, condition = manifests.read_items(folder), clip_spec(config), PRESETS[config.model].condition
     survey = layout.on_rank_0(cache.survey, items, spec)
     text_files = [*weights.weight_files(Path(paths["text_encoder"]).expanduser()), Path(paths["tokenizer"])]
@@ -431,22 +436,6 @@ def describe_run(config: Config, layout) -> dict:
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "git": git and git.stdout.strip() or "not a git checkout",
     }
-
-
-def show(config: Config, parts: dict[str, Part], components, layout):
-    """Sample with the moving averages, where there are some."""
-    preset = PRESETS[config.model]
-    for part in parts.values():
-        for name, parameter in part.model.named_parameters():
-            if name in part.ema:
-                parameter.data.copy_(part.ema[name])
-    models = {expert: part.model.eval() for expert, part in parts.items()}
-    requests = read_requests(config.prompts, preset.condition) if config.prompts else demo_requests(preset)
-    folder = Path("runs") / config.run / "samples"
-    sampler = sample.Sampler(models, components, preset, preset.sampling, layout, sample.DTYPES[config.precision])
-    sheet = sampler.write(requests, config.seed, folder)
-    if layout.rank == 0:
-        print(f"{len(requests)} videos in {folder}, all on one page in {sheet}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,22 @@
-"""What a run says of itself: seconds per phase, metrics.jsonl, TensorBoard."""
+"""What a run shows of itself: seconds per phase, metrics.jsonl and TensorBoard, the first batch, validation."""
 
+import contextlib
+import dataclasses
+import importlib.util
 import json
 import time
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
+import batch
+import sample
+import stream
+from presets import PRESETS
+from video import contact_sheet
+
+SIGMA_BINS = 10  # of equal width in sigma
 
 
 class Stopwatch:
@@ -45,15 +57,13 @@ def peak_memory(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def spell(record: dict) -> str:
-    """A step's record for the progress bar."""
-    seconds = " ".join(f"{phase} {value:.2f}s" for phase, value in record["seconds"].items())
-    return f"loss {record['loss']:.4f} lr {record['lr']:.1e} norm {record['grad_norm']:.2f} {seconds}"
+# ---------------------------------------------------------------------------------------------------------------------
+# The record of a step
 
 
 class Log:
-    """runs/NAME/metrics.jsonl, a line per step, written by rank 0. A run that goes on from step `first` keeps the lines
-    up to there and drops those of steps that were lost."""
+    """runs/NAME/metrics.jsonl, a line per step, and the same in TensorBoard where that is installed; rank 0's. A run
+    that goes on from step `first` keeps the lines up to there and drops those of steps that were lost."""
 
     def __init__(self, run: Path, first: int):
         run.mkdir(parents=True, exist_ok=True)
@@ -61,7 +71,155 @@ class Log:
         lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= first]
         self.path.write_text("".join(kept))
+        self.board = None
+        if importlib.util.find_spec("tensorboard"):
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(run / "tensorboard", purge_step=first + 1)
 
     def write(self, record: dict):
         with open(self.path, "a") as file:
             file.write(json.dumps(record) + "\n")
+        if self.board is not None:
+            for name, value in flat(record):
+                self.board.add_scalar(name, value, record["step"])
+
+
+def flat(record: dict, prefix: str = ""):
+    """(name, number) of all numbers in a record, those of a part under its name: seconds/forward."""
+    for name, value in record.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and name != "step":
+            yield prefix + name, value
+
+
+def losses_of(now: batch.Step, shares: list[float], config) -> dict:
+    """The step's losses taken apart. shares: what each sample of the global batch adds to the loss.
+
+    "loss_raw" is the mean without --loss-weight, "loss_sigma" the raw means of the samples in each tenth of sigma,
+    "loss_high" and "loss_low" each expert's own weighted mean, over its samples alone.
+    """
+    weights = batch.loss_weights(now.sigmas, config)
+    raw = [share * config.batch_size / w if w else 0.0 for share, w in zip(shares, weights, strict=True)]
+    bins: dict[str, list[float]] = {}
+    for sigma, value in zip(now.sigmas, raw, strict=True):
+        bins.setdefault(f"{int(sigma * SIGMA_BINS) / SIGMA_BINS:.1f}", []).append(value)
+    record = {"loss_raw": sum(raw) / len(raw), "loss_sigma": {k: sum(v) / len(v) for k, v in sorted(bins.items())}}
+    for expert, numbers in now.experts.items():
+        if expert:
+            record[f"loss_{expert}"] = sum(shares[i] for i in numbers) * config.batch_size / len(numbers)
+            record[f"samples_{expert}"] = len(numbers)
+    return record
+
+
+def spell(record: dict) -> str:
+    """A step's record for the progress bar."""
+    seconds = " ".join(f"{phase} {value:.2f}s" for phase, value in record["seconds"].items())
+    return f"loss {record['loss']:.4f} lr {record['lr']:.1e} norm {record['grad_norm']:.2f} {seconds}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pictures and held-out samples
+
+
+def first_batch(config, dataset, decode, run: Path, most: int = 16) -> None:
+    """Write runs/NAME/first_batch.png and .txt: the samples of step 0 as the model will see them, decoded again from
+    their latents, with their captions. decode: latents -> video."""
+    drawn = stream.draws(0, config.batch_size, config.seed, dataset, config.caption_dropout)[:most]
+    run.mkdir(parents=True, exist_ok=True)
+    contact_sheet(run / "first_batch.png", [decode(dataset.sample(d.index, d.variant)["latents"]) for d in drawn])
+    lines = [
+        f"{dataset.items[d.index].path}: {'(dropped) ' * d.dropped}{dataset.items[d.index].caption}" for d in drawn
+    ]
+    (run / "first_batch.txt").write_text("\n".join(lines) + "\n")
+
+
+@contextlib.contextmanager
+def averaged(parts: dict):
+    """Inside, the models hold the moving averages of their weights, where there are some, and are in eval mode."""
+    kept = []
+    for part in parts.values():
+        for name, parameter in part.model.named_parameters():
+            if name in part.ema:
+                kept.append((parameter, parameter.detach().clone()))
+                parameter.data.copy_(part.ema[name])
+        part.model.eval()
+    try:
+        yield
+    finally:
+        for parameter, value in kept:
+            parameter.data.copy_(value)
+        for part in parts.values():
+            part.model.train()
+
+
+class Validation:
+    """Every `--validate-every` steps and at the end, with the averaged weights: the loss on held-out items, and videos.
+
+    The loss takes each item at `--validation-sigmas` evenly spaced places of the schedule with noise of its own, the
+    same every time, so that its curve shows the model and not the draw.
+    """
+
+    def __init__(self, config, samples: int, held_out, components, layout, run: Path):
+        """samples: of the training data; held_out: a dataset, or None."""
+        self.every = steps_between(config.validate_every, samples, config.batch_size)
+        self.config, self.held_out, self.layout, self.run = config, held_out, layout, run
+        self.preset, self.components = PRESETS[config.model], components
+        self.requests = sample.requests_for_training(config)
+        count = (len(held_out) if held_out else 0) * config.validation_sigmas
+        self.options = dataclasses.replace(config, batch_size=max(1, count), image_condition=1.0, loss_weight="none")
+
+    def due(self, step: int) -> bool:
+        return bool(self.every) and step % self.every == 0 or step == self.config.steps
+
+    def __call__(self, step: int, parts: dict) -> dict:
+        """What to add to the step's record; every rank calls."""
+        if not self.due(step):
+            return {}
+        with averaged(parts), torch.no_grad():
+            record = self.loss(parts) if self.held_out else {}
+            if self.requests:
+                self.videos(step, parts)
+        return record
+
+    def loss(self, parts: dict) -> dict:
+        config, K = self.options, self.config.validation_sigmas
+        drawn = [
+            stream.Draw(-1 - i * K - k, i, 0, False, (k + 0.5) / K) for i in range(len(self.held_out)) for k in range(K)
+        ]
+        now = batch.divide(drawn, config, self.held_out, self.layout)
+        shares = torch.zeros(len(drawn), dtype=torch.float64, device=self.layout.device)
+        for expert, packs in now.packs.items():
+            for pack in packs:
+                batch.pack_loss(parts[expert].wrapped, pack, self.layout, sample.DTYPES[config.precision])
+                gather_shares(shares, pack, lambda position: -1 - position)
+        shares = self.layout.sum(shares).tolist()
+        losses = losses_of(now, shares, config)
+        return {"validation": {"loss": losses.pop("loss_raw")} | losses}
+
+    def videos(self, step: int, parts: dict):
+        layout, folder = self.layout, self.run / "samples"
+        if step != self.config.steps:
+            folder = folder / f"step-{step:06d}"
+        models = {expert: part.model for expert, part in parts.items()}
+        how, dtype = self.preset.sampling, sample.DTYPES[self.config.precision]
+        sampler = sample.Sampler(models, self.components, self.preset, how, layout, dtype)
+        sheet = sampler.write(self.requests, self.config.seed, folder)
+        if layout.rank == 0:
+            print(f"{len(self.requests)} videos in {folder}, all on one page in {sheet}", flush=True)
+
+
+def steps_between(text: str, samples: int, batch_size: int) -> int:
+    """Steps that --validate-every means: "500", or epochs as in "2ep"."""
+    number = text.removesuffix("ep")
+    if not number.isdigit():
+        raise ValueError(f"--validate-every {text}: give steps, as in 500, or epochs, as in 2ep")
+    return -(-int(number) * samples // batch_size) if number != text else int(number)
+
+
+def gather_shares(shares: Tensor, pack: batch.Pack, number) -> None:
+    """Add what a pack's samples gave on this rank to the whole batch's, at number(position)."""
+    if pack.positions:
+        where = torch.tensor([number(p) for p in pack.positions], device=shares.device)
+        shares.index_add_(0, where, pack.shares.to(shares.dtype))
