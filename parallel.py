@@ -430,8 +430,11 @@ def parallelize(
 
     The order matters: recomputation wraps the compiled block, and sharding wraps both, so that a block run again in
     the backward finds its parameters gathered once. Gradients are summed over the whole world: sequence-parallel
-    ranks hold shares of one gradient just as data-parallel ranks do.
+    ranks hold shares of one gradient just as data-parallel ranks do. Parameters that do not require a gradient are
+    sharded with the others and never reduced; set that before.
     """
+    if precision == "bf16":
+        narrow_frozen(model)
     for block in model.blocks:
         block.recompute = recompute == "block"
         if compile:
@@ -459,6 +462,14 @@ def parallelize(
             module.set_gradient_divide_factor(1.0)  # a sum, where FSDP's default is the mean
             module.set_force_sum_reduction_for_comms(True)  # else a scaled sum in float32, which gloo lacks
     return model
+
+
+def narrow_frozen(model: nn.Module):
+    """Keep the blocks' frozen matrices in bfloat16, the dtype they are only ever read in: half the memory. FSDP2 gathers
+    them beside trained weights in float32; it asks for one dtype among the trained alone."""
+    for parameter in model.blocks.parameters():
+        if not parameter.requires_grad and parameter.ndim == 2:
+            parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def sum_gradients(_, bucket) -> torch.futures.Future[Tensor]:
