@@ -379,6 +379,7 @@ def test_the_start_of_an_adapter_depends_on_its_name_and_seed_alone():
     [
         ({"targets": "q,w"}, "named 'w'; there are self_attn.q, "),
         ({"targets": "embedding.0"}, "named 'embedding.0'"),
+        ({"targets": "attn.q"}, "named 'attn.q'"),
         ({"rank": 0}, "rank 0"),
         ({"dropout": 1.0}, "dropout 1.0"),
     ],
