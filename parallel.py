@@ -465,7 +465,7 @@ def parallelize(
 
 
 def narrow_frozen(model: nn.Module):
-    """Keep the blocks' frozen matrices in bfloat16, the dtype they are only ever read in: half the memory. FSDP2 gathers
+    """Keep the blocks' frozen matrices in bfloat16, the dtype they are only ever read in: half the memory. FSDP2 takes
     them beside trained weights in float32; it asks for one dtype among the trained alone."""
     for parameter in model.blocks.parameters():
         if not parameter.requires_grad and parameter.ndim == 2:
