@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import flow
+import lora
 import stream
 from condition import frame_sigmas
 from model import CONFIGS, patchify
@@ -19,6 +20,7 @@ IMAGE_TOKENS = 257  # CLIP's class token and 16 x 16 patches
 class Pack:
     """One micro-batch, on the CPU until `pack_loss` takes it. One entry per sample; F its latent frames."""
 
+    seed: int = 0  # with the positions, the key of the adapters' dropout
     positions: list[int] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)  # which items of the data they are
     clean: list[Tensor] = field(default_factory=list)  # latents before the noise; these two are only traced
@@ -90,7 +92,7 @@ def make_pack(drawn: list[stream.Draw], sigmas: list[float], config, dataset) ->
     """Noise the samples. All randomness comes from each sample's position, so it is the same wherever that lands."""
     if not drawn:
         return empty_pack(CONFIGS[config.model], dataset)
-    pack = Pack([d.position for d in drawn], [d.index for d in drawn])
+    pack = Pack(config.seed, [d.position for d in drawn], [d.index for d in drawn])
     for d, sigma, weight in zip(drawn, sigmas, loss_weights(sigmas, config), strict=True):
         wide = torch.float64 if config.precision == "fp64" else torch.float32
         sample = {name: x.to(wide) for name, x in dataset.sample(d.index, d.variant).items()}
@@ -141,13 +143,19 @@ def empty_pack(wan, dataset) -> Pack:
 def pack_loss(model, pack: Pack, layout, dtype) -> Tensor:
     """This rank's share of the loss: of the pack's tokens those that lie here. Targets and weights are cut as the
     model cuts the tokens; padding gets weight zero."""
-    sp, device, patch_size = layout.seam(), layout.device, model_config(model).patch_size
+    wan, sp, device = model_config(model), layout.seam(), layout.device
+    patch_size = wan.patch_size
     targets = [patchify(x, patch_size) for x in pack.targets]
     weights = [w.repeat_interleave(len(t) // len(w)).to(t.dtype) for t, w in zip(targets, pack.weights, strict=True)]
     target = sp.shard(torch.cat(targets)).to(device, non_blocking=True)  # (l, P)
     weight = sp.shard(torch.cat(weights)).to(device, non_blocking=True)  # (l,)
     owners = torch.cat([torch.full((len(t),), i) for i, t in enumerate(targets)])
     owner = sp.shard(owners).to(device, non_blocking=True)  # (l,); padding says 0 and weighs nothing
+
+    image_tokens = len(torch.cat(pack.image).flatten(0, 1)) // len(targets) if pack.image else 0
+    lengths = [len(t) for t in targets]
+    keys = lora.dropout_keys(pack.seed, pack.positions, lengths, wan.text_len, image_tokens, sp.shard)
+    lora.set_keys(getattr(model, "module", model), keys)
 
     def ready(tensors: list[Tensor]) -> list[Tensor]:
         return [x.to(device, dtype, non_blocking=True) for x in tensors]

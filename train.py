@@ -30,6 +30,7 @@ import batch
 import cache
 import demo
 import flow
+import lora
 import manifests
 import parallel
 import parity
@@ -57,6 +58,10 @@ class Config:
     expert: Literal["", "high", "low", "both"] = ""  # of Wan 2.2's two: one, on its own range of noise, or both, each
     # sample going to the one whose noise it drew; empty: both
     trainable: str = ""  # regular expression: train the parameters whose names it finds, freeze the others
+    lora_rank: int = 0  # train low-rank adapters of this rank instead of weights; 0: no adapters
+    lora_alpha: float = 0.0  # an adapter counts alpha / rank times; 0: alpha is the rank
+    lora_targets: str = lora.TARGETS  # the blocks' linear layers whose names end so, separated by commas
+    lora_dropout: float = 0.0  # share of an adapter's inner numbers that a token trains without
     # On what
     data: str = ""  # folder or manifest (json, jsonl, csv); empty: the demo set, written on first use
     cache: str = "cache"  # folder of encoded latents and text, shared by all ranks
@@ -260,13 +265,21 @@ def build(config: Config, expert: str, layout, blocks: int) -> Part:
     if blocks:
         parity.cut(model, blocks)
     model = model.to(layout.device, MASTER[config.precision]).train()
-    if config.trainable:
-        freeze_others(model, config.trainable)
+    freeze(model, config)
     wrapped = parallel.parallelize(model, layout, config.shard, config.precision, config.recompute, config.compile)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     parameters = list(trained.values())
     ema = {name: p.detach().clone() for name, p in trained.items()} if config.ema else {}
     return Part(model, wrapped, parameters, make_optimizer(parameters, config), ema)
+
+
+def freeze(model, config: Config):
+    """Leave trainable what the options say."""
+    if config.lora_rank:
+        alpha = config.lora_alpha or config.lora_rank
+        lora.attach(model, config.lora_rank, alpha, config.lora_targets, config.lora_dropout, config.seed)
+    elif config.trainable:
+        freeze_others(model, config.trainable)
 
 
 def freeze_others(model, pattern: str):
@@ -380,9 +393,11 @@ def check(config: Config) -> dict[str, str]:
     flow.training_sigmas(torch.zeros(1), config.shift, config.timestep_sampling, *config.noise_range)
     watch.steps_between(config.validate_every, 1, 1)
     sample.requests_for_training(config)
-    if config.trainable:
+    if config.trainable and config.lora_rank:
+        raise ValueError("--trainable trains weights and --lora-rank adapters beside them; leave one out")
+    if config.trainable or config.lora_rank:
         with torch.device("meta"):
-            freeze_others(WanDiT(CONFIGS[config.model]), config.trainable)
+            freeze(WanDiT(CONFIGS[config.model]), config)
     clip_spec(config)
     return paths
 
