@@ -10,7 +10,8 @@ import flow
 import lora
 import stream
 from condition import frame_sigmas
-from model import CONFIGS, patchify
+from model import CONFIGS, LOCAL, Block, WanConfig, patchify
+from model import layout as pack_layout
 from presets import PRESETS
 
 IMAGE_TOKENS = 257  # CLIP's class token and 16 x 16 patches
@@ -56,20 +57,20 @@ def step_packs(config, dataset, layout, step: int) -> Step:
 def divide(drawn: list[stream.Draw], config, dataset, layout) -> Step:
     """The samples of a step, by expert, over ranks and packs."""
     wan, sigmas = CONFIGS[config.model], sigmas_of(drawn, config)
-    tokens = [math.prod(dataset.shape(d.index)[1:]) // math.prod(wan.patch_size) for d in drawn]
+    tokens = [math.prod(dataset.shape(d.index, d.variant)[1:]) // math.prod(wan.patch_size) for d in drawn]
     costs = [stream.sample_cost(n, wan.dim, wan.ffn_dim, wan.text_len) for n in tokens]
     result = Step({}, sigmas, routed(sigmas, config), sum(tokens), 0.0)
-    busiest = 0.0
+    loads = []
     for expert, numbers in result.experts.items():
         shares = stream.assign_packs(
             [tokens[i] for i in numbers], [costs[i] for i in numbers], layout.dp, config.pack_tokens * layout.sp
         )
-        busiest += max(sum(costs[numbers[j]] for pack in share for j in pack) for share in shares)
+        loads.append(stream.loads_of(shares, [costs[i] for i in numbers]))
         packs = [[numbers[j] for j in pack] for pack in shares[layout.dp_rank]]
         result.packs[expert] = [
             make_pack([drawn[i] for i in pack], [sigmas[i] for i in pack], config, dataset) for pack in packs
         ]
-    result.idle = 1 - sum(costs) / (layout.dp * busiest)
+    result.idle = stream.idle_share(loads)
     return result
 
 
@@ -138,6 +139,26 @@ def empty_pack(wan, dataset) -> Pack:
     if wan.reads_clip:
         pack.image.append(torch.zeros(2 if wan.model_type == "flf2v" else 1, IMAGE_TOKENS, wan.clip_dim))
     return pack
+
+
+def block_pass(wan: WanConfig, device: torch.device, dtype: torch.dtype):
+    """A function that runs one block forward and backward on a pack, given its samples' token counts: what
+    stream.measure_cost times. This process holds every token."""
+    block = Block(wan).to(device)
+
+    def run(lengths: list[int]) -> None:
+        S, L, wide = len(lengths), sum(lengths), torch.promote_types(dtype, torch.float32)
+        x = torch.randn(L, wan.dim, device=device, dtype=dtype, requires_grad=True)  # of zeros, a GPU is faster
+        time = torch.randn(S, 6, wan.dim, device=device, dtype=wide)
+        text = torch.randn(S, wan.text_len, wan.dim, device=device, dtype=dtype)
+        image = torch.randn(S, IMAGE_TOKENS, wan.dim, device=device, dtype=dtype) if wan.reads_clip else None
+        rope = tuple(torch.randn(2, L, wan.dim // wan.num_heads // 2, device=device, dtype=wide))
+        pack = pack_layout([(1, 1, n) for n in lengths], [1] * S, LOCAL)
+        block(x, time, text, image, rope, pack).sum().backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return run
 
 
 def pack_loss(model, pack: Pack, layout, dtype) -> Tensor:

@@ -2,6 +2,7 @@
 
     python bench.py                                        width 1024, 1,560 tokens, fp32
     python bench.py --precision bf16 --preset wan2.1-t2v-1.3b --layers 2
+    python bench.py --balance                              how evenly mixed batches are spread over ranks
 
 Both models run in one process and take turns, so that whatever else the machine does slows both; the figures are
 medians. Memory is the allocator's: its peak on a GPU, the profiler's record of every allocation on a CPU.
@@ -17,6 +18,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import torch
@@ -24,10 +26,10 @@ from torch import nn
 
 import flow
 import parallel
+import stream
 from checkpoint import diffusers_name
 from model import CONFIGS, WanConfig, WanDiT, patchify
 from options import exit_with, parse
-from stream import sample_cost
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Config:
     repeats: int = 7  # timed runs of each
     recompute: bool = False  # run blocks again in the backward
     peer: bool = True  # run diffusers beside it
+    balance: bool = False  # instead: the modelled loads of data-parallel ranks on images and videos, nothing is run
     trace: bool = False  # instead: what train.py --trace costs, on the demo's model, batch and clip size
 
 
@@ -186,7 +189,41 @@ def trace_cost(config: Config):
     print(f"with --trace, at a step that --trace-steps leaves out: {rest:.3f} s")
 
 
+def balance(config: Config, steps: int = 500):
+    """A table of what the most loaded rank has, in units of the mean, on a set of half images and half videos of 17, 49
+    and 81 frames, all 480x832 (1,560 tokens per latent frame)."""
+    frames = [1] * 5000 + [(5, 13, 21)[i % 3] for i in range(5000)]  # latent frames of each item
+    dataset = SimpleNamespace(mixture=stream.Mixture((len(frames),)), variants=lambda index: 1)
+    print("| model | batch | ranks | dealt | worst | assigned | worst | above 1.1 | bound | bound above 1.1 | alone |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    for preset in [config.preset] if config.preset else ["wan2.1-t2v-1.3b", "wan2.1-t2v-14b"]:
+        cost = stream.flops_cost(CONFIGS[preset].dim, CONFIGS[preset].ffn_dim, CONFIGS[preset].text_len)
+        for size, ranks in ((32, 4), (32, 8), (64, 4), (64, 8), (128, 8)):
+            batches = [[1560 * frames[d.index] for d in stream.draws(i, size, 0, dataset)] for i in range(steps)]
+            dealt, assigned, bound, single = zip(*(loads_of(tokens, cost, ranks) for tokens in batches), strict=True)
+            above, least, alone = (statistics.mean(x > 1.1 for x in y) for y in (assigned, bound, single))
+            cells = [preset, size, ranks, *(f"{f(y):.3f}" for y in (dealt, assigned) for f in (statistics.mean, max))]
+            cells += [f"{above:.1%}", f"{statistics.mean(bound):.3f}", f"{least:.1%}", f"{alone:.1%}"]
+            print("|", " | ".join(map(str, cells)), "|")
+
+
+def loads_of(tokens: list[int], cost: stream.Cost, ranks: int) -> tuple[float, float, float, float]:
+    """The largest load of a step, in units of the mean: of samples dealt out in order, as many to each rank; as
+    stream.py assigns them; the least that any assignment could have; and the costliest sample's own.
+
+    Of the j R + 1 costliest samples some of R ranks has j + 1, which cost no less than the last j + 1 of them.
+    """
+    costs = [cost(n) for n in tokens]
+    mean, share, ordered = sum(costs) / ranks, len(costs) // ranks, sorted(costs, reverse=True)
+    dealt = max(sum(costs[r * share : (r + 1) * share]) for r in range(ranks))
+    assigned = max(stream.loads_of(stream.assign_packs(tokens, costs, ranks, 0), costs))
+    bound = max(mean, *(sum(ordered[j * ranks - j : j * ranks + 1]) for j in range(share)))
+    return dealt / mean, assigned / mean, bound / mean, ordered[0] / mean
+
+
 def main(config: Config):
+    if config.balance:
+        return balance(config)
     if config.trace:
         return trace_cost(config)
     wan, batch = sizes(config), inputs(config)
@@ -194,7 +231,7 @@ def main(config: Config):
     if config.peer:
         models["diffusers"] = build(config, False)
     tokens = batch[1].numel() // (wan.out_dim * 4)
-    flops = wan.num_layers * sample_cost(tokens, wan.dim, wan.ffn_dim, wan.text_len)
+    flops = wan.num_layers * stream.sample_cost(tokens, wan.dim, wan.ffn_dim, wan.text_len)
     print(f"{wan.num_layers} blocks of width {wan.dim}, {tokens} tokens, {config.precision}, {where(config)[0].type}")
 
     times = {(name, backward): [] for name in models for backward in (False, True)}

@@ -16,12 +16,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from clips import ClipSpec, Probe, load_clip, load_picture, probe_all
+from clips import ClipSpec, Probe, Variant, load_clip, load_picture, probe_all
 from condition import padded, with_mask
 from manifests import Item
+from stream import Mixture
 from text_encoder import clean_prompt
 
-CACHE_VERSION = 2  # to be raised when the pixels made of a file change, so that old caches are not taken for new ones
+CACHE_VERSION = 3  # to be raised when the pixels made of a file change, so that old caches are not taken for new ones
 
 
 def fingerprint(module: torch.nn.Module) -> str:
@@ -58,11 +59,11 @@ def cache_key(**parts) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def sample_key(digest: str, encoders: str, found: Probe, spec: ClipSpec, variant: int) -> str:
+def sample_key(digest: str, encoders: str, found: Probe, spec: ClipSpec, clip: Variant) -> str:
     """The key of one clip. Rates matter to videos only, and of the clip's neighbours nothing does."""
     rate = None if found.source_fps is None else str(spec.fps)
-    size = [found.length, found.clip_height, found.clip_width]
-    return cache_key(kind="sample", file=digest, encoders=encoders, size=size, fps=rate, start=found.starts[variant])
+    size = [clip.length, clip.height, clip.width]
+    return cache_key(kind="sample", file=digest, encoders=encoders, size=size, fps=rate, start=clip.start)
 
 
 def text_key(caption: str, encoder: str) -> str:
@@ -83,6 +84,7 @@ class LatentDataset:
         cache_dir          one folder for all ranks
         condition          what the model is given of a clip, see presets.py
         image_encoder      the CLIP tower whose features it is given as well, or None
+        mixture            how the stream draws the items; default: each once per epoch
     """
 
     def __init__(
@@ -96,16 +98,18 @@ class LatentDataset:
         cache_dir: Path | str,
         condition: str = "",
         image_encoder=None,
+        mixture: Mixture | None = None,
     ):
         self.items, self.spec, self.vae, self.encode_text = list(items), spec, vae, encode_text
         self.conditioned, self.image_encoder = condition, image_encoder
         self.cache_dir = Path(cache_dir).expanduser()
+        self.mixture = mixture or Mixture((len(self.items),))
         self.probes, contents = found
         encoders = f"{fingerprint(vae)} {vae.config} {condition}"
         if image_encoder is not None:
             encoders += f" {fingerprint(image_encoder)} {image_encoder.config}"
         self.sample_files = [
-            [self.file("samples", sample_key(digest, encoders, found, spec, i)) for i in range(len(found.starts))]
+            [self.file("samples", sample_key(digest, encoders, found, spec, clip)) for clip in found.variants]
             for digest, found in zip(contents, self.probes, strict=True)
         ]
         self.text_files = [self.file("text", text_key(item.caption, text_fingerprint)) for item in self.items]
@@ -177,13 +181,13 @@ class LatentDataset:
         return len(self.items)
 
     def variants(self, index: int) -> int:
-        return len(self.probes[index].starts)
+        return len(self.probes[index].variants)
 
-    def shape(self, index: int) -> tuple[int, int, int, int]:
+    def shape(self, index: int, variant: int) -> tuple[int, int, int, int]:
         """(C, F, H, W) of an item's latents, without reading them."""
-        found, vae = self.probes[index], self.vae
-        F = 1 + (found.length - 1) // vae.temporal
-        return vae.config.z_dim, F, found.clip_height // vae.spatial, found.clip_width // vae.spatial
+        clip, vae = self.probes[index].variants[variant], self.vae
+        F = 1 + (clip.length - 1) // vae.temporal
+        return vae.config.z_dim, F, clip.height // vae.spatial, clip.width // vae.spatial
 
     def sample(self, index: int, variant: int) -> dict[str, Tensor]:
         """float32: "latents" (C, F, H, W), and as the model wants it "condition" (20, F, H, W), which is the mask and

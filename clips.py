@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -17,28 +18,49 @@ from torch.nn.functional import interpolate
 from tqdm import tqdm
 
 from manifests import DataError, Item
+from stream import generator
 from video import count_frames, decode_image, decode_video, upright_rgb
+
+CLIPS = ("random", "center", "start", "all")
+BAND = 0.85  # of --tokens: the least that a clip made for it may have
 
 
 @dataclass(frozen=True)
 class ClipSpec:
-    """How a file becomes a tensor: either a fixed height x width (scaled to cover it, cut at the centre), or the
-    file's own aspect with at most `max_area` pixels and no enlarging. Edges are multiples of `multiple`: 8 of the
-    VAE times 2 of the model's patches. Raises ValueError for sizes and lengths that the VAE cannot take."""
+    """Which clips of a file, at which sizes, are its variants. One of three says the size:
+
+        height, width   this one: files are scaled to cover it and cut at the centre
+        max_area        the file's own aspect, at most so many pixels; with min_area, `sizes` different areas
+        tokens          the file's own aspect, at lengths and sizes whose clips have about so many tokens
+
+    The last two enlarge no file unless `upscale`. Edges are multiples of `multiple` pixels, which is the VAE's factor
+    times the model's patch, so a latent frame of H x W pixels has H / multiple x W / multiple tokens: 16 for Wan 2.1
+    and the 14B models of 2.2, 32 for the 5B. Raises ValueError for what the VAE cannot take.
+    """
 
     height: int = 0
     width: int = 0
     max_area: int = 0
+    min_area: int = 0
+    tokens: int = 0
+    sizes: int = (
+        4  # with min_area: so many areas, in equal ratios; with tokens: at most so many lengths with their size
+    )
+    upscale: bool = False
     frames: int = 81  # at most so many; 4n + 1, as the VAE makes a latent frame of the first and of each further four
+    min_frames: int = 1  # videos with fewer (at the model's rate) are errors
     fps: Fraction = Fraction(16)  # the model's own rate: files are brought to it by dropping or repeating frames
-    clips: int = 1  # at most so many windows of one video, evenly spread and not overlapping
+    clip: str = "random"  # which windows of a video, see `windows`
+    clips: int = 1  # how many windows, with clip = random
+    stride: int = 0  # from one window's start to the next, with clip = all; 0: its length, so that they do not overlap
     multiple: int = 16
 
     def __post_init__(self):
-        if bool(self.max_area) == bool(self.height or self.width) or bool(self.height) != bool(self.width):
+        object.__setattr__(self, "fps", Fraction(self.fps))
+        if bool(self.height) != bool(self.width) or sum(map(bool, (self.height, self.max_area, self.tokens))) != 1:
             raise ValueError(
-                f"give either --height and --width or --max-area, not height {self.height}, width {self.width} "
-                f"and max_area {self.max_area}"
+                "give either --height and --width or --max-area or --tokens, not height "
+                f"{self.height}, width {self.width}, max_area {self.max_area} and tokens {self.tokens}"
             )
         for name in ("height", "width"):
             edge = getattr(self, name)
@@ -47,11 +69,32 @@ class ClipSpec:
                 raise ValueError(f"--{name} {edge} is not a multiple of {self.multiple}; use {lower}")
         if self.max_area and self.max_area < self.multiple**2:
             raise ValueError(f"--max-area {self.max_area} is less than the smallest picture, {self.multiple**2} pixels")
+        if self.min_area and not self.multiple**2 <= self.min_area <= self.max_area:
+            raise ValueError(
+                f"--min-area {self.min_area} must lie between {self.multiple**2}, the smallest picture, and --max-area "
+                f"{self.max_area}"
+            )
         if self.frames < 1 or self.frames % 4 != 1:
             raise ValueError(f"--frames {self.frames} is not 4n + 1; use {max(1, whole_length(self.frames))}")
-        if self.fps <= 0 or self.clips < 1:
-            raise ValueError(f"fps {self.fps} and clips {self.clips} must be positive")
-        object.__setattr__(self, "fps", Fraction(self.fps))
+        if self.clip not in CLIPS:
+            raise ValueError(f"--clip {self.clip} is none of {', '.join(CLIPS)}")
+        if self.stride and self.clip != "all":
+            raise ValueError(f"--stride {self.stride} is the distance of --clip all, not of --clip {self.clip}")
+        if self.fps <= 0 or min(self.clips, self.sizes, self.min_frames) < 1 or min(self.stride, self.tokens) < 0:
+            raise ValueError(
+                f"fps {self.fps}, clips {self.clips}, sizes {self.sizes} and min_frames {self.min_frames} must be "
+                f"positive, stride {self.stride} and tokens {self.tokens} not negative"
+            )
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One of the clips that a file may become."""
+
+    start: int  # its first frame, in frames of the model's rate
+    length: int  # T, 4n + 1
+    height: int  # H, W in pixels
+    width: int
 
 
 @dataclass(frozen=True)
@@ -63,10 +106,7 @@ class Probe:
     width: int  # of the upright picture, before scaling
     height: int
     frames: int  # after bringing the file to the model's rate
-    length: int  # T of each clip, 4n + 1
-    starts: tuple[int, ...]  # where each variant starts, in frames of the model's rate
-    clip_height: int
-    clip_width: int
+    variants: tuple[Variant, ...]
 
 
 def whole_length(frames: int) -> int:
@@ -84,19 +124,21 @@ def probe(item: Item, spec: ClipSpec) -> Probe:
         raise DataError(f"{item.path}: no such file")
     if item.kind == "image":
         height, width, _ = decode_image(item.path).shape
-        clip = clip_size(item.path, height, width, spec)
-        return Probe(1, None, width, height, 1, 1, (0,), *clip)
+        return Probe(1, None, width, height, 1, variants(item.path, 1, height, width, spec))
 
     source_frames, source_fps = count_frames(item.path)
     frames = max(1, math.floor(source_frames * spec.fps / source_fps))
-    length = min(spec.frames, whole_length(frames))
-    variants = min(spec.clips, max(1, frames // spec.frames))
-    starts = tuple(i * (frames - length) // max(1, variants - 1) for i in range(variants))
-    last = source_index(starts[-1] + length - 1, source_fps, spec.fps)
-    first, *_ = (upright_rgb(frame) for frame in decode_video(item.path, [0, last]))
-    height, width, _ = first.shape
-    clip = clip_size(item.path, height, width, spec)
-    return Probe(source_frames, source_fps, width, height, frames, length, starts, *clip)
+    if frames < spec.min_frames:
+        raise DataError(
+            f"{item.path}: {source_frames} frames at {source_fps} fps are {frames} at {spec.fps}, and --min-frames "
+            f"asks for {spec.min_frames}"
+        )
+    height, width, _ = next(upright_rgb(frame) for frame in decode_video(item.path, [0])).shape
+    found = Probe(source_frames, source_fps, width, height, frames, variants(item.path, frames, height, width, spec))
+    last = max(variant.start + variant.length for variant in found.variants) - 1
+    for _ in decode_video(item.path, [source_index(last, source_fps, spec.fps)]):
+        pass  # a file that is cut short fails here, and not in the middle of a run
+    return found
 
 
 def probe_all(items: Sequence[Item], spec: ClipSpec, threads: int = 8, progress: bool = False) -> list[Probe]:
@@ -116,17 +158,116 @@ def probe_all(items: Sequence[Item], spec: ClipSpec, threads: int = 8, progress:
     return found
 
 
+# ---- Variants
+
+
+def variants(path: Path, frames: int, height: int, width: int, spec: ClipSpec) -> tuple[Variant, ...]:
+    """Every window at every size: a pure function of the options and of the file's name, length and size, so what was
+    encoded once stays valid. Raises DataError where there is none."""
+    return tuple(
+        Variant(start, length, *size)
+        for length, size in shapes(path, frames, height, width, spec)
+        for start in windows(path, frames, length, spec)
+    )
+
+
+def windows(path: Path, frames: int, length: int, spec: ClipSpec) -> list[int]:
+    """Where clips of `length` start in a file of so many frames.
+
+    start   at its first frame        center  in its middle
+    all     every `stride` frames from the first on, as many as there are
+    random  `clips` of them, or fewer if the file has no more: the possible starts are cut into so many equal parts, and
+            in each one is drawn by the file's name. So they are spread over the file, and each file's are its own
+    """
+    last = frames - length
+    if spec.clip == "all":
+        return list(range(0, last + 1, spec.stride or length))
+    if spec.clip == "random":
+        n = min(spec.clips, last + 1)
+        edges = [i * (last + 1) // n for i in range(n + 1)]
+        return [
+            int(torch.randint(low, high, (), generator=generator(0, i, f"window of {path.name}")))
+            for i, (low, high) in enumerate(pairwise(edges))
+        ]
+    return [last // 2 if spec.clip == "center" else 0]
+
+
+def shapes(path: Path, frames: int, height: int, width: int, spec: ClipSpec) -> list[tuple[int, tuple[int, int]]]:
+    """The (T, (H, W)) of the clips of a file: one of height x width pixels with so many frames."""
+    longest = min(spec.frames, whole_length(frames))
+    if spec.height:
+        return [(longest, (spec.height, spec.width))]
+    if spec.tokens:
+        return shapes_of_tokens(path, longest, height, width, spec)
+    smallest = spec.min_area or spec.max_area
+    if height * width < spec.min_area and not spec.upscale:
+        raise DataError(f"{path}: {width}x{height} has less than --min-area {spec.min_area}; lower it or add --upscale")
+    sizes = [keep_aspect(height, width, area, spec) for area in ladder(smallest, spec.max_area, spec.sizes)]
+    if not all(map(math.prod, sizes)):
+        raise DataError(
+            f"{path}: {width}x{height} within {smallest} pixels leaves an edge under {spec.multiple}; "
+            f"raise --{'min' if spec.min_area else 'max'}-area, add --upscale, or give --height and --width"
+        )
+    return [(longest, size) for size in dict.fromkeys(sizes)]
+
+
+def shapes_of_tokens(path: Path, longest: int, height: int, width: int, spec: ClipSpec):
+    """The (T, (H, W)) of clips with BAND of --tokens to all of it and at most `longest` frames: long and small ones,
+    short and large ones, at most `sizes` of them, their lengths nearest to equal ratios. 512x512x49, 768x768x21 and
+    1024x1024x9 are such a set, of 13312, 13824 and 12288 tokens. A video gives no clip of one frame; a still gives one
+    picture, as large as fits, which need not reach the band."""
+    shortest = min(longest, max(spec.min_frames, 5))
+    fitting, most = [], 0
+    for length in range(whole_length(shortest + 3), longest + 1, 4):
+        F = 1 + length // 4
+        H, W = keep_aspect(height, width, spec.tokens * spec.multiple**2 // F, spec)
+        tokens = F * (H // spec.multiple) * (W // spec.multiple)
+        most = max(most, tokens)
+        if tokens >= BAND * spec.tokens or (tokens and longest == 1):
+            fitting.append((length, (H, W)))
+    if not fitting:
+        low = math.ceil(BAND * spec.tokens)
+        raise DataError(
+            f"{path}: no clip of {shortest} to {longest} frames of {width}x{height} has {low} to {spec.tokens} tokens, "
+            f"{most} is the most; change --tokens or --frames, or add --upscale"
+        )
+    wanted = ladder(fitting[0][0], fitting[-1][0], spec.sizes)
+    nearest = [min(fitting, key=lambda shape: abs(math.log(shape[0] / length))) for length in wanted]
+    return list(dict.fromkeys(nearest))
+
+
+def keep_aspect(height: int, width: int, area: int, spec: ClipSpec) -> tuple[int, int]:
+    """(H, W) for a file of height x width pixels: scaled by sqrt(area / (height width)), or 1 where that enlarges and
+    `upscale` is off, then cut to multiples. Integer square roots keep a file that fits exactly from losing a row to
+    rounding. An edge may come out as 0."""
+    h, w = math.isqrt(area * height // width), math.isqrt(area * width // height)
+    if not spec.upscale:
+        h, w = min(h, height), min(w, width)
+    return h // spec.multiple * spec.multiple, w // spec.multiple * spec.multiple
+
+
+def ladder(low: int, high: int, steps: int) -> list[int]:
+    """`steps` whole numbers from low to high in equal ratios; only high, if it is low too or there is but one step."""
+    if low == high or steps == 1:
+        return [high]
+    return [round(low * (high / low) ** (i / (steps - 1))) for i in range(steps)]
+
+
+# ---- Pixels
+
+
 def load_clip(item: Item, found: Probe, spec: ClipSpec, variant: int = 0) -> Tensor:
     """Variant `variant` of a file as (3, T, H, W) float32 in [-1, 1], with `found` = probe(item, spec).
 
     Frame k shows what a viewer sees k / fps seconds into the clip. Each frame is scaled as soon as it is decoded, so
     memory holds the clip and not the file. Raises DataError where a frame does not decode.
     """
-    size = found.clip_height, found.clip_width
+    clip = found.variants[variant]
+    size = clip.height, clip.width
     if item.kind == "image":
         return fit(decode_image(item.path), size)[:, None]
-    start = found.starts[variant]
-    indices = [source_index(k, found.source_fps, spec.fps) for k in range(start, start + found.length)]
+    frames = range(clip.start, clip.start + clip.length)
+    indices = [source_index(k, found.source_fps, spec.fps) for k in frames]
     return torch.stack([fit(upright_rgb(frame), size) for frame in decode_video(item.path, indices)], dim=1)
 
 
@@ -138,21 +279,6 @@ def load_picture(path: Path, size: tuple[int, int]) -> Tensor:
 def source_index(k: int, source_fps: Fraction, fps: Fraction) -> int:
     """The source frame on screen when frame k of the model's rate is due, at k / fps seconds."""
     return math.floor(k * source_fps / fps)
-
-
-def clip_size(path: Path, height: int, width: int, spec: ClipSpec) -> tuple[int, int]:
-    """(H, W) of the clips of a height x width file. With max_area the scale is sqrt(max_area / (height width)) or 1;
-    integer square roots keep a file that fits exactly from losing a row to rounding."""
-    if not spec.max_area:
-        return spec.height, spec.width
-    h = min(height, math.isqrt(spec.max_area * height // width)) // spec.multiple * spec.multiple
-    w = min(width, math.isqrt(spec.max_area * width // height)) // spec.multiple * spec.multiple
-    if not h or not w:
-        raise DataError(
-            f"{path}: {width}x{height} within {spec.max_area} pixels leaves an edge under {spec.multiple}; "
-            "raise --max-area, or give --height and --width, which enlarge small files"
-        )
-    return h, w
 
 
 def fit(picture: np.ndarray, size: tuple[int, int]) -> Tensor:

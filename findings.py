@@ -138,7 +138,7 @@ def check_stream(trace, facts: list[dict], seen: set[int]) -> list[dict]:
                     f"{start + count - 1}; missing or out of place: {listed(wrong)}",
                 )
             )
-        epochs = {p // samples for p in seen}
+        epochs = {p // samples for p in seen} if samples else set()
         for epoch in sorted(epochs):
             now, before = ([trace.history.get(e * samples + i) for i in range(samples)] for e in (epoch, epoch - 1))
             known = [s for s in now if s is not None]

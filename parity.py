@@ -27,6 +27,7 @@ from blame import Verdict, diff
 from model import CONFIGS
 from options import exit_with, parse
 from page import write_page
+from stream import Mixture
 from traces import Trace, pack_rows, row_ids
 
 __all__ = ["Trace", "Verdict", "diff", "pack_rows", "row_ids"]
@@ -67,7 +68,8 @@ class RunTrace(Trace):
         about |= {"layout": {k: v for k, v in what.items() if k in LAYOUT_OPTIONS}}
         where, group, steps = run / "trace", layout.patient_group, parse_steps(config.trace_steps)
         super().__init__(part.wrapped, where, {}, part.optimizer, about, layout.sp, layout.world, steps, group)
-        self.config, self.layout, self.schedule, self.samples = config, layout, schedule, len(dataset)
+        self.config, self.layout, self.schedule = config, layout, schedule
+        self.samples = 0 if dataset.mixture.weights else len(dataset)  # of an epoch; weighted, there is none for all
         self.measures = True  # the noise floor, before the first step
         self.one = layout.sp_rank == 0  # of what a sequence-parallel group has alike, its first rank's counts
         self.model.register_forward_pre_hook(self.enter_model, with_kwargs=True)
@@ -205,9 +207,11 @@ def trace_of(config, run: Path, layout, part, dataset, learning_rate, blocks: in
 
 
 def content_of(dataset) -> str:
-    """A name for the data: the cache's keys follow from the files' contents, the clips' geometry and the encoders."""
+    """A name for the data: the cache's keys follow from the files' contents, the clips' geometry and the encoders, and
+    the weights say how often each is drawn."""
     files = [*(f for files in dataset.sample_files for f in files), *dataset.text_files]
-    return hashlib.blake2b(" ".join(f.stem for f in files).encode(), digest_size=8).hexdigest()
+    text = f"{dataset.mixture.sizes} {dataset.mixture.counts} " if dataset.mixture.weights else ""
+    return hashlib.blake2b((text + " ".join(f.stem for f in files)).encode(), digest_size=8).hexdigest()
 
 
 def parse_steps(text: str) -> set[int] | None:
@@ -242,14 +246,14 @@ class Cropped:
         return len(self.dataset)
 
     def __getattr__(self, name):
-        return getattr(self.dataset, name)  # variants, text, empty_text
+        return getattr(self.dataset, name)  # mixture, variants, text, empty_text
 
-    def shape(self, index: int):
-        c, f, h, w = self.dataset.shape(index)
+    def shape(self, index: int, variant: int):
+        c, f, h, w = self.dataset.shape(index, variant)
         return c, min(f, self.frames), min(h, self.edge), min(w, self.edge)
 
     def sample(self, index: int, variant: int) -> dict[str, Tensor]:
-        _, f, h, w = self.shape(index)
+        _, f, h, w = self.shape(index, variant)
         tensors = self.dataset.sample(index, variant)
         large = tensors.keys() & {"latents", "condition"}
         return tensors | {name: tensors[name][:, :f, :h, :w].contiguous() for name in large}
@@ -273,11 +277,12 @@ class MadeUp:
         self.texts = [torch.randn(2 + i % 8, wan.text_dim, generator=g) for i in range(len(self.items))]
         self.empty_text = torch.randn(1, wan.text_dim, generator=g)
         self.sample_files, self.text_files = [[Path(f"made up {shapes}")]], []
+        self.mixture = Mixture((len(self.items),))
 
     def __len__(self):
         return len(self.items)
 
-    def shape(self, index: int):
+    def shape(self, index: int, variant: int):
         return self.items[index]["latents"].shape
 
     def variants(self, index: int) -> int:
@@ -340,7 +345,7 @@ class Check:
     model: str = "demo"  # preset, see CONFIGS in model.py
     layers: int = 2  # blocks that are kept of it
     checkpoint: str = "scratch"  # its weights: a file, a folder, or "scratch"
-    data: str = ""  # folder or manifest; empty: made-up latents of sizes that nothing divides
+    data: tuple[str, ...] = ()  # folders or manifests; empty: made-up latents of sizes that nothing divides
     vae: str = ""  # for --data: weights of the VAE; empty: the demo's
     text_encoder: str = ""  # for --data: weights of the umT5 encoder; empty: the demo's
     tokenizer: str = ""  # for --data: SentencePiece file; empty: the demo's
@@ -381,9 +386,8 @@ def check(options: Check) -> int:
         dataset = Cropped(train.load_dataset(base, paths, components, everyone))
     compare = Comparison(train.fit, base, dataset, options.layers, everyone)
     compare.reference()
-    longest = max(
-        math.prod(dataset.shape(i)[1:]) // math.prod(CONFIGS[options.model].patch_size) for i in range(len(dataset))
-    )
+    shapes = [dataset.shape(i, v) for i in range(len(dataset)) for v in range(dataset.variants(i))]
+    longest = max(math.prod(shape[1:]) for shape in shapes) // math.prod(CONFIGS[options.model].patch_size)
     stops = (options.resume_after,) if 0 < options.resume_after < options.steps else ()
     for case in cases_of(world, heads, longest):
         compare.layout(case, stops)

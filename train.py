@@ -36,6 +36,7 @@ import parallel
 import parity
 import resume
 import sample
+import stream
 import watch
 import weights
 from clips import ClipSpec
@@ -63,14 +64,26 @@ class Config:
     lora_targets: str = lora.TARGETS  # the blocks' linear layers whose names end so, separated by commas
     lora_dropout: float = 0.0  # share of an adapter's inner numbers that a token trains without
     # On what
-    data: str = ""  # folder or manifest (json, jsonl, csv); empty: the demo set, written on first use
+    data: tuple[str, ...] = ()  # folders or manifests (json, jsonl, csv), each with a weight or none, as in a.json:3
+    # b/:1, for draws in that ratio; without weights an epoch is every item once; empty: the demo set, written on first
+    # use
     cache: str = "cache"  # folder of encoded latents and text, shared by all ranks
     height: int = 0  # pixels; with --width. Files are scaled to cover the size and cut at the centre
     width: int = 0  # pixels
     max_area: int = 0  # instead of height and width: keep each file's aspect, at most so many pixels
-    frames: int = 17  # at most so many frames of a video, 4n + 1
+    min_area: int = 0  # with --max-area: each draw takes one of --sizes areas between the two
+    tokens: int = 0  # instead: keep the aspect, and each draw takes one of --sizes pairs of length and size whose clips
+    # have 85 % of so many tokens to all of it; images are one frame as large as fits
+    sizes: int = 4  # of each file with --min-area, at most so many with --tokens. Each is encoded and kept
+    upscale: bool = False  # enlarge files that --max-area, --min-area or --tokens leave room for
+    frames: int = 17  # at most so many frames of a video, 4n + 1; a shorter one gives the largest 4n + 1 that it has
+    min_frames: int = 1  # refuse videos with fewer frames, at the model's rate; --tokens makes no shorter clips
     fps: int = 0  # videos are brought to this rate; 0: the model's own, 16 or 24
-    clips: int = 4  # at most so many clips of one video
+    clip: Literal["random", "center", "start", "all"] = "random"  # the windows of a video; each draw takes one. random:
+    # --clips of them, one in each of as many equal parts of the file, drawn by its name; center, start: that one; all:
+    # one every --stride frames, as many as there are
+    clips: int = 4  # windows of one video with --clip random. Each is encoded and kept, at each of the sizes
+    stride: int = 0  # frames from one window to the next with --clip all; 0: a window's length, so none overlap
     # How long, and from which random numbers
     steps: int = 400  # optimizer steps
     batch_size: int = 32  # samples per optimizer step, over the whole job
@@ -359,7 +372,7 @@ def settle(config: Config) -> Config:
         raise ValueError(f"--model {config.model} is none of {', '.join(PRESETS)}")
     preset = PRESETS[config.model]
     how, given = preset.sampling, {}
-    if not (config.height or config.width or config.max_area):
+    if not (config.height or config.width or config.max_area or config.tokens):
         given |= {"height": how.height, "width": how.width}
     given |= {"fps": config.fps or how.fps, "shift": config.shift or how.shift}
     if preset.demo and config.model != "demo":
@@ -378,8 +391,9 @@ def check(config: Config) -> dict[str, str]:
     paths = sample.paths_for(config)
     if config.steps < 1 or config.batch_size < 1 or config.pack_tokens < 0:
         raise ValueError("--steps and --batch-size must be at least 1, --pack-tokens at least 0")
-    if config.data and not Path(config.data).expanduser().exists():
-        raise ValueError(f"--data {config.data}: no such file or folder")
+    for path in stream.split_weights(config.data)[0]:
+        if not Path(path).expanduser().exists():
+            raise ValueError(f"--data {path}: no such file or folder")
     if not 0 <= config.ema < 1 or not 0 <= config.caption_dropout <= 1 or not 0 <= config.image_condition <= 1:
         raise ValueError(
             f"--ema {config.ema} must be in [0, 1), --caption-dropout {config.caption_dropout} and --image-condition "
@@ -404,17 +418,17 @@ def check(config: Config) -> dict[str, str]:
 
 def clip_spec(config: Config) -> ClipSpec:
     wan, vae = CONFIGS[config.model], VAE_CONFIGS[PRESETS[config.model].vae]
-    multiple = vae.spatial * wan.patch_size[1]
-    return ClipSpec(
-        config.height, config.width, config.max_area, config.frames, config.fps, config.clips, multiple=multiple
-    )
+    options = {name: value for name, value in vars(config).items() if name in ClipSpec.__dataclass_fields__}
+    return ClipSpec(**options, multiple=vae.spatial * wan.patch_size[1])
 
 
 def load_dataset(config: Config, paths: dict[str, str], components, layout, folder: str = "") -> cache.LatentDataset:
     """Look into every file (rank 0, once), then encode what the cache lacks (all ranks, each its part). folder: instead
     of --data."""
-    folder = folder or config.data or layout.on_rank_0(demo.write_demo_set, Path("demo_data"))
-    items, spec, condition = manifests.read_items(folder), clip_spec(config), PRESETS[config.model].condition
+    entries = [folder] if folder else config.data or [str(layout.on_rank_0(demo.write_demo_set, "demo_data"))]
+    folders, ratio = stream.split_weights(entries)
+    parts, spec = [manifests.read_items(path) for path in folders], clip_spec(config)
+    items, mixture = sum(parts, []), stream.Mixture(tuple(map(len, parts)), ratio)
     survey = layout.on_rank_0(cache.survey, items, spec)
     text_files = [*weights.weight_files(Path(paths["text_encoder"]).expanduser()), Path(paths["tokenizer"])]
     text_key = " ".join(layout.on_rank_0(cache.digests, text_files))
@@ -426,8 +440,9 @@ def load_dataset(config: Config, paths: dict[str, str], components, layout, fold
         components.encode_text,
         text_key,
         config.cache,
-        condition,
+        PRESETS[config.model].condition,
         components.image_encoder,
+        mixture,
     )
     dataset.fill(layout.rank, layout.world, layout.barrier)
     return dataset

@@ -386,7 +386,7 @@ def caption_dropout_per_rank():
 
 
 def order_per_rank():
-    return patch.object(stream, "permutation", lambda seed, epoch, n: ORIGINAL["permutation"](seed + rank(), epoch, n))
+    return patch.object(stream, "permutation", lambda seed, *args: ORIGINAL["permutation"](seed + rank(), *args))
 
 
 @fault("data: (positions|samples|latents)", even=True)
@@ -438,7 +438,7 @@ def sharded_twice():
 @fault("data: samples", steps=3, of_layout=False)
 def same_order_every_epoch():
     """D11: the epoch is never set: seen in the second one."""
-    return patch.object(stream, "permutation", lambda seed, epoch, n: ORIGINAL["permutation"](seed, 0, n))
+    return patch.object(stream, "permutation", lambda seed, epoch, *args: ORIGINAL["permutation"](seed, 0, *args))
 
 
 @fault("data: noised latents", layout=DDP, of_layout=False)
@@ -458,10 +458,10 @@ def one_rank_skips_its_last_pack():
     """K3: a pack is skipped on a local condition."""
 
     def faulty(config, dataset, layout, step):
-        packs, tokens = ORIGINAL["step_packs"](config, dataset, layout, step)
+        now = ORIGINAL["step_packs"](config, dataset, layout, step)
         if layout.rank == 1:
-            packs[-1] = ORIGINAL["make_pack"]([], config, dataset)
-        return packs, tokens
+            now.packs[""][-1] = ORIGINAL["make_pack"]([], [], config, dataset)
+        return now
 
     return patch.object(batch, "step_packs", faulty)
 

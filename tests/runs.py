@@ -68,7 +68,7 @@ def write_dit(file: Path, wan: WanConfig):
 def config(folder: Path, **changes) -> train.Config:
     options = {name: str(folder / f"{file}.safetensors") for name, file in WEIGHTS.items()} | dict(
         tokenizer=str(ROOT / "assets" / "tokenizer.model"),
-        data=str(folder / "data"),
+        data=(str(folder / "data"),),
         cache=str(folder / "cache"),
         max_area=80 * 80,
         frames=9,

@@ -1,21 +1,18 @@
-"""Data: manifests, the position stream, packs, and the cache of latents."""
+"""Data: manifests, and the cache of latents."""
 
 import json
 import threading
 from dataclasses import replace
+from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
 import torch
 from test_video import numbered, write_image, write_video
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from cache import LatentDataset, fingerprint, sample_key, survey, text_key, write_tensors
 from clips import ClipSpec, load_clip, probe
 from manifests import DataError, Item, read_items
-from model import CONFIGS, WanDiT
-from stream import assign_packs, draws, generator, sample_cost, sample_index, stratified_uniforms
 
 
 def write_pair(folder, name, caption="a shape"):
@@ -130,116 +127,6 @@ def test_file_errors(tmp_path):
             read_items(tmp_path / name)
 
 
-# ---- The position stream
-
-
-class Toy:
-    """As much of a dataset as draws() asks for."""
-
-    def __init__(self, n):
-        self.n = n
-
-    def __len__(self):
-        return self.n
-
-    def variants(self, index):
-        return 1 + index % 3
-
-
-@pytest.mark.parametrize("batch_size", [1, 3, 7, 20])
-def test_stream(batch_size):
-    """Each epoch holds every sample once in an order of its own, whatever the batch; nothing is dropped at its end."""
-    n, seed = 10, 5
-    stream = [d for step in range(120 // batch_size) for d in draws(step, batch_size, seed, Toy(n))]
-    assert [d.position for d in stream] == list(range(len(stream)))
-    epochs = [tuple(d.index for d in stream[i : i + n]) for i in range(0, len(stream) - n + 1, n)]
-    assert all(sorted(epoch) == list(range(n)) for epoch in epochs) and len(set(epochs)) == len(epochs)
-    assert [d.index for d in stream] == [sample_index(seed, p, n) for p in range(len(stream))]
-
-
-def test_draws():
-    """Variants stay in range and all occur, dropout has its rate, both belong to the position and not to the batch, and
-    a step's uniforms fill all strata."""
-    small = [d for step in range(500) for d in draws(step, 2, 1, Toy(9), 0.25)]
-    large = [d for step in range(10) for d in draws(step, 100, 1, Toy(9), 0.25)]
-    parts = [[(d.index, d.variant, d.dropped) for d in ds] for ds in (small, large)]
-    assert parts[0] == parts[1]
-    assert {(d.index % 3, d.variant) for d in small} == {(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2)}
-    assert 0.2 < sum(d.dropped for d in small) / 1000 < 0.3
-    assert not any(d.dropped for d in draws(0, 500, 1, Toy(9), 0.0))
-    assert all(d.dropped for d in draws(0, 500, 1, Toy(9), 1.0))
-    for step in (0, 7):
-        uniforms = stratified_uniforms(1, step, 64)
-        assert uniforms.dtype == torch.float64
-        assert sorted((uniforms * 64).int().tolist()) == list(range(64))
-        assert (uniforms * 64).int().tolist() != list(range(64))
-    assert (stratified_uniforms(1, 0, 64) != stratified_uniforms(2, 0, 64)).all()
-    # each position on its own is uniform: no stratum is its regular place
-    first = torch.stack([stratified_uniforms(3, step, 4)[0] for step in range(400)])
-    assert abs(first.mean() - 0.5) < 0.05 and abs(first.std() - 12**-0.5) < 0.03
-
-
-def test_generator_is_stable():
-    """A resumed run has to find the noise of the old one: these numbers must never change."""
-    seed = 2469732077  # the first four bytes of blake2b("42/1000/noise", digest_size=4), little-endian
-    values = torch.rand(2, generator=generator(42, 1000, "noise"), dtype=torch.float64)
-    assert generator(42, 1000, "noise").initial_seed() == seed
-    assert values.tolist() == [0.5023485698776473, 0.8545471455482428]
-    others = [generator(*key).initial_seed() for key in [(43, 1000, "noise"), (42, 1001, "noise"), (42, 1000, "a")]]
-    assert len({seed, *others}) == 4
-    assert generator(1, 12, "x").initial_seed() != generator(11, 2, "x").initial_seed()
-
-
-# ---- Packs
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("pack_tokens", [0, 400, 1000])
-def test_packs(ranks, pack_tokens):
-    """Every sample is computed once, no pack overflows, ranks have equally many packs (or their collectives would not
-    meet), and their costs differ by less than one sample's."""
-    for seed in range(20):
-        rng = torch.Generator().manual_seed(seed)
-        tokens = torch.randint(1, 400, (int(torch.randint(1, 30, (), generator=rng)),), generator=rng).tolist()
-        costs = [sample_cost(t, 128, 512, 32) for t in tokens]
-        packs = assign_packs(tokens, costs, ranks, pack_tokens)
-        assert packs == assign_packs(tokens, costs, ranks, pack_tokens) and len(packs) == ranks
-        assert sorted(i for share in packs for pack in share for i in pack) == list(range(len(tokens)))
-        assert len({len(share) for share in packs}) == 1
-        assert not pack_tokens or max(sum(tokens[i] for i in pack) for share in packs for pack in share) <= pack_tokens
-        loads = [sum(costs[i] for pack in share for i in pack) for share in packs]
-        assert max(loads) - min(loads) <= max(costs) * (1 + 1e-9)
-        if pack_tokens:  # first fit leaves at most one pack of a rank half empty
-            for share in packs:
-                halves = sorted(sum(tokens[i] for i in pack) for pack in share if pack)
-                assert all(half > pack_tokens / 2 for half in halves[1:])
-
-
-def test_packs_known():
-    """Cost and not number decides: one long sample weighs as much as four short ones. Equal costs keep their order; the
-    costliest and the longest are placed first, which is what makes shares even and packs few."""
-    assert assign_packs([40, 10, 10, 10, 10], [4, 1, 1, 1, 1], 2, 0) == [[[0]], [[1, 2, 3, 4]]]
-    assert assign_packs([10, 10, 10, 10, 40], [1, 1, 1, 1, 4], 2, 0) == [[[4]], [[0, 1, 2, 3]]]
-    assert assign_packs([3, 3, 7, 7], [1, 1, 1, 1], 1, 10) == [[[0, 2], [1, 3]]]
-    assert assign_packs([5, 5, 5, 5], [1, 1, 1, 1], 2, 5) == [[[0], [2]], [[1], [3]]]
-    assert assign_packs([5], [1], 3, 5) == [[[0]], [[]], [[]]]
-    with pytest.raises(ValueError, match="a sample of 41 tokens does not fit --pack-tokens 40; use --pack-tokens 41"):
-        assign_packs([40, 41], [1, 1], 2, 40)
-
-
-def test_sample_cost():
-    """The cost is the count of operations of one block of the real model, so packs are balanced by what they take."""
-    config = CONFIGS["demo"]
-
-    def operations(layers):
-        model = WanDiT(replace(config, num_layers=layers))
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            model([torch.randn(16, 3, 8, 10)], [500.0], [torch.randn(5, config.text_dim)])  # 3 x 4 x 5 tokens
-        return counter.get_total_flops()
-
-    assert operations(2) - operations(1) == sample_cost(60, config.dim, config.ffn_dim, config.text_len)
-
-
 # ---- The cache
 
 
@@ -281,7 +168,7 @@ def items(tmp_path_factory):
     return [*made, Item(folder / "p.png", "a bird", "image")]
 
 
-TOY_SPEC = ClipSpec(height=32, width=64, frames=9, clips=2)
+TOY_SPEC = ClipSpec(height=32, width=64, frames=9, clip="all")
 
 
 def make_dataset(items, cache, log, **options):
@@ -296,12 +183,12 @@ def test_cache(items, tmp_path):
     data = make_dataset(items, tmp_path, log)
     assert sorted(log) == ["", "a bird", "a cat", "a dog", *["clip"] * 7]
     assert len(data) == 4 and [data.variants(i) for i in range(4)] == [2, 2, 2, 1]
-    assert [data.shape(i) for i in range(4)] == [(16, 3, 4, 8)] * 3 + [(16, 1, 4, 8)]
+    assert [data.shape(i, 0) for i in range(4)] == [(16, 3, 4, 8)] * 3 + [(16, 1, 4, 8)]
     for i in range(4):
         for variant in range(data.variants(i)):
             latents = data.sample(i, variant)["latents"]
             clip = load_clip(items[i], data.probes[i], TOY_SPEC, variant)
-            assert latents.shape == data.shape(i) and latents.dtype == torch.float32
+            assert latents.shape == data.shape(i, variant) and latents.dtype == torch.float32
             assert torch.equal(latents, data.vae.encode(clip))
     assert data.text(0).shape == data.text(1).shape == (6, 8) and data.text(3)[0, 0] == 6
     assert torch.equal(data.empty_text, torch.zeros(1, 8))
@@ -315,16 +202,13 @@ def test_cache(items, tmp_path):
 def test_cache_keys(items):
     """The key changes with all that latents and text states depend on, or a run would train on stale ones."""
     found = probe(items[0], TOY_SPEC)
-    base = sample_key("file", "vae", found, TOY_SPEC, 0)
-    change = {name: SimpleNamespace(**vars(found)) for name in ("length", "clip_height", "clip_width")}
-    for name, other in change.items():
-        setattr(other, name, 1)
+    clip, slower = found.variants[0], replace(TOY_SPEC, fps=Fraction(8))
+    base = sample_key("file", "vae", found, TOY_SPEC, clip)
     keys = [
-        sample_key("other file", "vae", found, TOY_SPEC, 0),
-        sample_key("file", "other vae", found, TOY_SPEC, 0),
-        *(sample_key("file", "vae", other, TOY_SPEC, 0) for other in change.values()),
-        sample_key("file", "vae", found, ClipSpec(height=32, width=64, frames=9, clips=2, fps=8), 0),
-        sample_key("file", "vae", found, TOY_SPEC, 1),
+        sample_key("other file", "vae", found, TOY_SPEC, clip),
+        sample_key("file", "other vae", found, TOY_SPEC, clip),
+        *(sample_key("file", "vae", found, TOY_SPEC, replace(clip, **{name: 1})) for name in vars(clip)),
+        sample_key("file", "vae", found, slower, clip),
     ]
     assert len({base, *keys}) == 8
     texts = [text_key("a dog", "e"), text_key("a cat", "e"), text_key("a dog", "f"), text_key("", "e")]
@@ -349,7 +233,7 @@ def test_ranks_share_the_work(items, tmp_path):
     def run(rank):
         try:
             data = make_dataset(items, tmp_path, logs[rank], rank=rank, world=2, barrier=barrier.wait)
-            assert all(data.sample(i, 0)["latents"].shape == data.shape(i) for i in range(4))
+            assert all(data.sample(i, 0)["latents"].shape == data.shape(i, 0) for i in range(4))
         except BaseException as error:
             errors.append(error)
 

@@ -111,7 +111,7 @@ def test_real_files_train_and_sample(tmp_path, monkeypatch):
     runs.write_png(tmp_path / "clips" / "still.png", runs.to_pixels(picture)[0])
     (tmp_path / "clips" / "still.txt").write_text("noise")
     (tmp_path / "prompts.txt").write_text("a red square\n")
-    config = train.Config(data="clips", max_area=64 * 64, steps=2, batch_size=5, run="real", prompts="prompts.txt")
+    config = train.Config(data=("clips",), max_area=64 * 64, steps=2, batch_size=5, run="real", prompts="prompts.txt")
     train.main(config)
     run = tmp_path / "runs" / "real"
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

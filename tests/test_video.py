@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import video
-from clips import ClipSpec, clip_size, load_clip, probe, probe_all
+from clips import ClipSpec, Variant, load_clip, probe, probe_all
 from manifests import DataError, Item
 from video import contact_sheet, write_mp4
 
@@ -60,17 +60,6 @@ def write_image(path, pixels, format="rgb24", codec="png", stored=None):
 SPEC = ClipSpec(height=96, width=128, frames=81)
 
 
-@pytest.mark.parametrize("rate", [24, 30, Fraction(24000, 1001), 16, 8], ids=str)
-def test_resampling(tmp_path, rate):
-    """Frame k of a clip is the source frame on screen at k/16 s. A wrong rule changes the speed of all motion."""
-    path = write_video(tmp_path / "a.mp4", [numbered(i) for i in range(101)], rate)
-    item, spec = Item(path, "", "video"), ClipSpec(height=96, width=128, frames=33)
-    found = probe(item, spec)
-    assert found.source_fps == rate and found.source_frames == 101
-    assert found.frames == {24: 67, 30: 53, Fraction(24000, 1001): 67, 16: 101, 8: 202}[rate]
-    assert numbers(load_clip(item, found, spec)) == [int(k * Fraction(rate) / 16) for k in range(33)]
-
-
 @pytest.mark.parametrize(
     "name, codec",
     [("a.mp4", "libx265"), ("a.webm", "libvpx-vp9"), ("a.mkv", "libsvtav1"), ("a.avi", "libx264")],
@@ -79,26 +68,11 @@ def test_codecs(tmp_path, name, codec):
     """Every codec and container gives the very frames asked for, deep in the file too. HEVC with open groups of
     pictures and AVI are those where decoders that seek come back with other frames."""
     path = write_video(tmp_path / name, [numbered(i) for i in range(65)], 16, codec)
-    item, spec = Item(path, "", "video"), ClipSpec(height=96, width=128, frames=17, clips=3)
+    item, spec = Item(path, "", "video"), ClipSpec(height=96, width=128, frames=17, clip="all", stride=24)
     found = probe(item, spec)
-    assert (found.frames, found.length, found.starts) == (65, 17, (0, 24, 48))
-    for variant, start in enumerate(found.starts):
+    assert found.frames == 65 and [(v.start, v.length) for v in found.variants] == [(0, 17), (24, 17), (48, 17)]
+    for variant, start in enumerate((0, 24, 48)):
         assert numbers(load_clip(item, found, spec, variant)) == list(range(start, start + 17))
-
-
-@pytest.mark.parametrize("frames, length", [(65, 65), (64, 61), (34, 33), (4, 1), (1, 1), (90, 81)])
-def test_length(tmp_path, frames, length):
-    """65 frames at the model's rate stay 65, and a short file gives the largest 4n + 1 that it has, not nothing."""
-    item = Item(write_video(tmp_path / "a.mkv", [numbered(i) for i in range(frames)]), "", "video")
-    found = probe(item, SPEC)
-    assert found.length == length and load_clip(item, found, SPEC).shape == (3, length, 96, 128)
-
-
-def test_variants(tmp_path):
-    """Windows do not overlap, cover both ends, and are as many as fit but at most `clips`."""
-    item = Item(write_video(tmp_path / "a.mp4", [numbered(i) for i in range(70)]), "", "video")
-    for clips, starts in [(1, (0,)), (2, (0, 53)), (3, (0, 26, 53)), (9, (0, 17, 35, 53))]:
-        assert probe(item, ClipSpec(height=96, width=128, frames=17, clips=clips)).starts == starts
 
 
 def test_rotation(tmp_path):
@@ -109,7 +83,7 @@ def test_rotation(tmp_path):
     item = Item(write_video(tmp_path / "a.mp4", frames, rotation=90), "", "video")
     spec = ClipSpec(max_area=96 * 128)
     found = probe(item, spec)
-    assert (found.height, found.width, found.clip_height, found.clip_width) == (128, 96, 128, 96)
+    assert (found.height, found.width, found.variants) == (128, 96, (Variant(0, 5, 128, 96),))
     clip = load_clip(item, found, spec)
     assert clip[:, :, 72:].min() > 0.9 and clip[:, :, :56].max() < -0.9
 
@@ -132,47 +106,8 @@ def test_images(tmp_path):
         item = Item(write_image(tmp_path / name, *picture), "", "image")
         found = probe(item, spec)
         clip = load_clip(item, found, spec)
-        assert clip.shape == (3, 1, 32, 48) and (found.length, found.starts) == (1, (0,))
+        assert clip.shape == (3, 1, 32, 48) and found.variants == (Variant(0, 1, 32, 48),)
         assert (clip[..., :20] - left).abs().max() < 0.02 and (clip[..., 28:] + 0.6).abs().max() < 0.02, name
-
-
-def test_sizes(tmp_path):
-    """Cover and centre crop keep the middle and the aspect; max_area keeps the aspect, never enlarges, and loses no row
-    to rounding; shrinking is antialiased (fine lines become an even grey)."""
-    stripes = np.zeros((64, 192, 3), np.uint8)
-    stripes[:, 64:128] = 255
-    item = Item(write_image(tmp_path / "a.png", stripes), "", "image")
-    spec = ClipSpec(height=32, width=32)
-    assert load_clip(item, probe(item, spec), spec)[:, :, :, 2:-2].min() > 0.99
-    lines = np.zeros((64, 64, 3), np.uint8)
-    lines[:, ::4] = 255
-    item = Item(write_image(tmp_path / "b.png", lines), "", "image")
-    spec = ClipSpec(height=16, width=16)
-    assert (load_clip(item, probe(item, spec), spec)[..., 2:-2] + 0.5).abs().max() < 0.1
-    for (h, w), area, size in [
-        ((480, 832), 832 * 480, (480, 832)),
-        ((1440, 2496), 832 * 480, (480, 832)),
-        ((1024, 576), 832 * 480, (832, 464)),
-        ((50, 100), 832 * 480, (48, 96)),
-    ]:
-        assert clip_size(item.path, h, w, ClipSpec(max_area=area)) == size
-    with pytest.raises(DataError, match="leaves an edge under 16"):
-        clip_size(item.path, 10, 100, ClipSpec(max_area=area))
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (dict(height=100, width=128), "--height 100 is not a multiple of 16; use 96"),
-        (dict(height=96), "give either --height and --width or --max-area"),
-        (dict(height=96, width=96, max_area=9999), "give either"),
-        (dict(max_area=9999, frames=80), "--frames 80 is not 4n \\+ 1; use 77"),
-    ],
-)
-def test_spec_errors(options, message):
-    """Sizes that the VAE cannot take are refused with a number that it can."""
-    with pytest.raises(ValueError, match=message):
-        ClipSpec(**options)
 
 
 def test_unreadable_files(tmp_path):
