@@ -38,6 +38,7 @@ import sample
 import watch
 import weights
 from clips import ClipSpec
+from memory import Memory
 from model import CONFIGS, WanDiT
 from options import exit_with, parse
 from presets import PRESETS
@@ -66,6 +67,8 @@ class Config:
     frames: int = 17  # at most so many frames of a video, 4n + 1
     fps: int = 0  # videos are brought to this rate; 0: the model's own, 16 or 24
     clips: int = 4  # at most so many clips of one video
+    vae_tile: int = 0  # edge of the VAE's tiles, in latents (of 8 x 8 pixels, 16 x 16 in Wan 2.2); 0: whole frames
+    vae_overlap: int = 8  # of tiles, in latents
     # How long, and from which random numbers
     steps: int = 400  # optimizer steps
     batch_size: int = 32  # samples per optimizer step, over the whole job
@@ -130,7 +133,7 @@ def main(config: Config, observe=None) -> dict[str, "Part"]:
     layout = parallel.start(*parallel.split_sp(world, heads, config.sp, config.ulysses, config.ring))
 
     # -- Data: files become latents and text states, each encoded once per job.
-    components = sample.load_components(config, paths, layout.device)
+    components = sample.load_components(config, paths, layout, Memory(device=layout.device))
     dataset = load_dataset(config, paths, components, layout)
     components.release_text_encoder()
 
