@@ -436,6 +436,10 @@ def main(config: Config):
     how, paths = sampling_for(config), paths_for(config)
     requests, preset, wan = requests_of(config), PRESETS[config.model], CONFIGS[config.model]
     _, world = parallel.world_from_torchrun()
+    if config.memory == "blocks" and config.shard == "full" and world > 1:
+        raise ValueError(
+            "--memory blocks streams whole blocks, --shard full splits them: use --memory idle, or no --shard"
+        )
     layout = parallel.start(*parallel.split_sp(world, wan.num_heads, config.sp, config.ulysses, config.ring))
     dtype = DTYPES[config.precision]
     memory, models = Memory(config.memory, layout.device), {}
