@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from tqdm import tqdm
 from clips import ClipSpec, Probe, Variant, load_clip, load_picture, probe_all
 from condition import padded, with_mask
 from manifests import Item
+from memory import WHOLE, Memory
 from stream import Mixture
 from text_encoder import clean_prompt
 
@@ -79,7 +80,8 @@ class LatentDataset:
 
         found              survey(items, spec), which may have been made on another rank
         vae                encode(video) -> (C, F, H, W), .config, .spatial, .temporal
-        encode_text        list of prompts -> list of (L, text_dim); called only for captions that the cache lacks
+        encode_text        prompts -> as many (L, text_dim), one by one: in batches, the rounding of a text would depend
+                           on which others the cache lacked. Gets captions that the cache lacks
         text_fingerprint   of the text encoder's weights and the tokenizer
         cache_dir          one folder for all ranks
         condition          what the model is given of a clip, see presets.py
@@ -93,7 +95,7 @@ class LatentDataset:
         spec: ClipSpec,
         found: tuple[list[Probe], list[str]],
         vae,
-        encode_text: Callable[[list[str]], list[Tensor]],
+        encode_text: Callable[[list[str]], Iterable[Tensor]],
         text_fingerprint: str,
         cache_dir: Path | str,
         condition: str = "",
@@ -105,7 +107,7 @@ class LatentDataset:
         self.cache_dir = Path(cache_dir).expanduser()
         self.mixture = mixture or Mixture((len(self.items),))
         self.probes, contents = found
-        encoders = f"{fingerprint(vae)} {vae.config} {condition}"
+        encoders = f"{fingerprint(vae)} {vae.config} {vae.extra_repr()} {condition}"  # in tiles it encodes otherwise
         if image_encoder is not None:
             encoders += f" {fingerprint(image_encoder)} {image_encoder.config}"
         self.sample_files = [
@@ -118,20 +120,20 @@ class LatentDataset:
     def file(self, kind: str, key: str) -> Path:
         return self.cache_dir / kind / f"{key}.safetensors"
 
-    def entries(self) -> dict[Path, tuple[str, Callable[[], dict[str, Tensor]]]]:
-        """Every cache file with the name of what it is made of and a function that makes it; equal ones once."""
-        entries = {self.empty_text_file: ("the empty prompt", lambda: self.make_text(""))}
-        for i, item in enumerate(self.items):
-            source = f"the caption of {item.path}"
-            entries.setdefault(self.text_files[i], (source, lambda item=item: self.make_text(item.caption)))
-            for variant, file in enumerate(self.sample_files[i]):
-                make = lambda i=i, variant=variant: self.make_sample(i, variant)  # noqa: E731
-                entries.setdefault(file, (str(item.path), make))
+    def text_entries(self) -> dict[Path, tuple[str, str]]:
+        """{file: (the name of what it is made of, the cleaned caption)}, equal captions once."""
+        entries = {self.empty_text_file: ("the empty prompt", "")}
+        for file, item in zip(self.text_files, self.items, strict=True):
+            entries.setdefault(file, (f"the caption of {item.path}", clean_prompt(item.caption)))
         return entries
 
-    def make_text(self, caption: str) -> dict[str, Tensor]:
-        """One prompt at a time: encoded in batches, its rounding would depend on which others the cache lacked."""
-        return {"text": self.encode_text([clean_prompt(caption)])[0]}
+    def sample_entries(self) -> dict[Path, tuple[int, int]]:
+        """{file: (index, variant)}, equal clips once."""
+        entries = {}
+        for i, files in enumerate(self.sample_files):
+            for variant, file in enumerate(files):
+                entries.setdefault(file, (i, variant))
+        return entries
 
     def make_sample(self, index: int, variant: int) -> dict[str, Tensor]:
         """The tensors of one clip: "latents"; for some models "condition", the latents of its first (and last) frame
@@ -155,23 +157,36 @@ class LatentDataset:
         return tensors
 
     @torch.no_grad()
-    def fill(self, rank: int = 0, world: int = 1, barrier: Callable[[], None] = lambda: None) -> None:
-        """Encodes what the cache lacks, each entry on one of `world` ranks; `barrier` waits for all of them.
+    def fill(
+        self,
+        rank: int = 0,
+        world: int = 1,
+        barrier: Callable[[], None] = lambda: None,
+        memory: Memory = WHOLE,
+    ) -> None:
+        """Encodes what the cache lacks, each entry on one of `world` ranks: the texts first, then the clips.
 
-        Raises RuntimeError, naming the file, where encoding or writing fails. That strikes one rank alone: the caller
-        has to stop the others.
+        `barrier` waits for all ranks, `memory` brings modules to the device. Raises RuntimeError, naming the file,
+        where encoding or writing fails. That strikes one rank alone: the caller has to stop the others.
         """
-        entries = self.entries()
-        missing = [file for file in entries if not file.exists()]
+        texts, samples = self.text_entries(), self.sample_entries()
+        lacking = [[file for file in entries if not file.exists()] for entries in (texts, samples)]
         barrier()  # nobody writes before everybody has looked; ranks would divide different lists otherwise
-        for file in tqdm(missing[rank::world], "encoding", disable=rank != 0 or not missing):
-            source, make = entries[file]
-            try:
-                write_tensors(file, make())
-            except Exception as error:
-                raise RuntimeError(f"encoding {source} into {file} failed: {error}") from error
+        mine, clips = (files[rank::world] for files in lacking)
+        # The ranks may hold the encoder's weights together. So all encode equally many texts, the last one perhaps the
+        # empty prompt, for nothing but the company.
+        rounds = -(-len(lacking[0]) // world)
+        states = iter(self.encode_text([texts[file][1] for file in mine] + [""] * (rounds - len(mine))))
+        for file in tqdm(mine, "encoding captions", disable=rank != 0 or not mine):
+            write_entry(file, texts[file][0], lambda: {"text": next(states)})
+        for _ in states:
+            pass
+        with memory.using(*(module for module in (self.vae, self.image_encoder) if module is not None)):
+            for file in tqdm(clips, "encoding clips", disable=rank != 0 or not clips):
+                i, variant = samples[file]
+                write_entry(file, str(self.items[i].path), self.make_sample, i, variant)
         barrier()
-        if lost := [file for file in missing if not file.exists()]:
+        if lost := [file for files in lacking for file in files if not file.exists()]:
             raise RuntimeError(
                 f"{len(lost)} cache files were not written, {lost[0]} among them: --cache must be one folder that "
                 "all ranks share"
@@ -205,6 +220,13 @@ class LatentDataset:
     def empty_text(self) -> Tensor:
         """(L, text_dim) float32 of the empty prompt: what a dropped caption becomes and what sampling guides with."""
         return read_tensors(self.empty_text_file)["text"]
+
+
+def write_entry(path: Path, source: str, make: Callable[..., dict[str, Tensor]], *args) -> None:
+    try:
+        write_tensors(path, make(*args))
+    except Exception as error:
+        raise RuntimeError(f"encoding {source} into {path} failed: {error}") from error
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:

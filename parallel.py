@@ -472,6 +472,21 @@ def narrow_frozen(model: nn.Module):
             parameter.data = parameter.data.to(torch.bfloat16)
 
 
+def shard_frozen(module: nn.Module, blocks: nn.ModuleList, layout: Layout) -> nn.Module:
+    """Split a frozen module's weights over all ranks, in place, for the forward alone: each keeps 1/world of them, and
+    each of `blocks` is whole on a rank only while it computes. May be done on the meta device, before loading.
+
+    The weights are gathered by all ranks together, so every rank must make equally many passes; the inputs may differ.
+    """
+    if layout.world == 1:
+        return module
+    module.requires_grad_(False)
+    mesh = init_device_mesh(layout.device.type, (layout.world,))
+    for part in (*blocks, module):
+        fully_shard(part, mesh=mesh, reshard_after_forward=True)
+    return module
+
+
 def sum_gradients(_, bucket) -> torch.futures.Future[Tensor]:
     """DDP's communication hook: add the bucket up over all ranks. (Without a hook DDP divides by the world.)"""
     work = dist.all_reduce(bucket.buffer(), async_op=True)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 import parallel
 from blame import Verdict, diff
+from memory import Memory
 from model import CONFIGS
 from options import exit_with, parse
 from page import write_page
@@ -382,7 +383,7 @@ def check(options: Check) -> int:
     dataset = MadeUp(CONFIGS[options.model])
     if options.data:
         paths = train.check(base)
-        components = train.sample.load_components(base, paths, everyone.device)
+        components = train.sample.load_components(base, paths, everyone, Memory(device=everyone.device))
         dataset = Cropped(train.load_dataset(base, paths, components, everyone))
     compare = Comparison(train.fit, base, dataset, options.layers, everyone)
     compare.reference()

@@ -11,12 +11,13 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import demo
 import parallel
@@ -24,10 +25,12 @@ import stream
 from condition import padded, prepared, size_for, to_unit, with_mask
 from flow import TIMESTEPS, DPMSolver, Euler, UniPC
 from image_encoder import CLIP_CONFIGS, CLIPVision
+from memory import WHOLE, Memory
 from model import CONFIGS, LOCAL, WanDiT
 from options import exit_with, parse
 from presets import PRESETS, Preset, Sampling
 from text_encoder import UMT5_CONFIGS, Tokenizer, UMT5Encoder, encode_prompts
+from tiles import TiledVAE
 from vae import VAE_CONFIGS, WanVAE
 from video import contact_sheet, decode_image, read_mp4, write_mp4
 from weights import load_weights, read_weights
@@ -65,6 +68,11 @@ class Config:
     ulysses: int = 0  # of which by all-to-all over heads; 0: the largest number that divides sp and the heads
     ring: int = 0  # of which by a ring of keys and values; 0: the rest
     precision: Literal["fp64", "fp32", "bf16"] = "fp32"  # of the model's pass; the VAE runs in float32
+    shard: Literal["none", "full"] = "none"  # full: the ranks share the weights of model and text encoder
+    memory: Literal["whole", "idle", "blocks"] = "whole"  # idle: on the device is only what is at work; blocks: and of
+    # the model at most two of its blocks
+    vae_tile: int = 0  # edge of the VAE's tiles, in latents (of 8 x 8 pixels, 16 x 16 in Wan 2.2); 0: whole frames
+    vae_overlap: int = 8  # of tiles, in latents
     out: str = "samples"  # folder for 000.mp4, 000.txt, ... and contact_sheet.png
 
 
@@ -167,15 +175,30 @@ class Components:
     text_config: object
     text_path: str
     tokenizer: Tokenizer
-    device: torch.device
+    layout: parallel.Layout
+    memory: Memory
+    sharded: bool  # do the ranks share the text encoder's weights?
     encoder: list = field(default_factory=list)
 
-    def encode_text(self, prompts: list[str]) -> list[Tensor]:
-        """[(n, text_dim)] in float32 on the CPU, cut to each prompt's own length."""
-        if not self.encoder:
+    def encode_text(self, prompts: list[str]) -> Iterator[Tensor]:
+        """Each prompt's states (n, text_dim) in float32 on the CPU, cut to its own length. Where the encoder is sharded
+        all ranks call this, with equally many prompts, and take all that it yields."""
+        if prompts and not self.encoder:
             encoder = load_weights(UMT5Encoder(self.text_config), self.text_path, "a umT5 encoder of this size")
-            self.encoder.append(encoder.to(self.device).eval().requires_grad_(False))
-        return [states.float().cpu() for states in encode_prompts(self.encoder[0], self.tokenizer, prompts)]
+            self.encoder.append(place(encoder, encoder.blocks, self.layout, self.memory, self.sharded))
+        with self.memory.using(*self.encoder):
+            for prompt in prompts:
+                yield encode_prompts(self.encoder[0], self.tokenizer, [prompt])[0].float().cpu()
+
+    def encode_for_all(self, prompts: list[str]) -> list[Tensor]:
+        """The same prompts' states on every rank; all ranks call."""
+        if self.sharded:
+            return list(self.encode_text(prompts))
+        return self.layout.on_rank_0(lambda: list(self.encode_text(prompts)))
+
+    def at_work(self):
+        """A context in which VAE and CLIP tower can compute."""
+        return self.memory.using(self.vae, *([] if self.image_encoder is None else [self.image_encoder]))
 
     def release_text_encoder(self):
         self.encoder.clear()
@@ -183,8 +206,14 @@ class Components:
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """(C, F, h, w) -> (3, T, H, W) in [-1, 1] on the CPU."""
-        weight = next(self.vae.parameters())
-        return self.vae.decode(latents.to(weight)).clamp(-1, 1).cpu()
+        with self.at_work():
+            return self.vae.decode(latents.to(next(self.vae.parameters()))).clamp(-1, 1).cpu()
+
+
+def place(module: nn.Module, blocks, layout: parallel.Layout, memory: Memory, sharded: bool) -> nn.Module:
+    """A loaded module, frozen, where --shard and --memory want it."""
+    module = module.eval().requires_grad_(False)
+    return memory.keep(parallel.shard_frozen(module, blocks, layout) if sharded else module, blocks)
 
 
 def paths_for(config) -> dict[str, str]:
@@ -214,18 +243,21 @@ def expert_checkpoint(config, expert: str) -> str:
     return (expert == "low" and config.low_checkpoint) or paths_for(config)["checkpoint"]
 
 
-def load_components(config, paths: dict[str, str], device: torch.device) -> Components:
+def load_components(config, paths: dict[str, str], layout: parallel.Layout, memory: Memory) -> Components:
     """VAE, CLIP tower if the model has one, tokenizer and (later) text encoder of a model."""
     preset = PRESETS[config.model]
-    vae = load_weights(WanVAE(VAE_CONFIGS[preset.vae]), paths["vae"], f"a VAE of kind {preset.vae}")
-    vae = vae.to(device).eval().requires_grad_(False)
+    shape = VAE_CONFIGS[preset.vae]
+    vae = TiledVAE(shape, config.vae_tile, config.vae_overlap) if config.vae_tile else WanVAE(shape)
+    load_weights(vae, paths["vae"], f"a VAE of kind {preset.vae}")
+    vae = place(vae, (), layout, memory, sharded=False)
     clip = None
     if preset.image_encoder:
         clip = CLIPVision(CLIP_CONFIGS[preset.image_encoder])
         clip.load_official(read_weights(paths["image_encoder"]))
-        clip = clip.to(device).eval().requires_grad_(False)
+        clip = place(clip, (), layout, memory, sharded=False)
     tokenizer = Tokenizer(paths["tokenizer"], CONFIGS[config.model].text_len)
-    return Components(vae, clip, UMT5_CONFIGS[preset.text_encoder], paths["text_encoder"], tokenizer, device)
+    text_config, sharded = UMT5_CONFIGS[preset.text_encoder], config.shard == "full" and layout.world > 1
+    return Components(vae, clip, text_config, paths["text_encoder"], tokenizer, layout, memory, sharded)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -264,6 +296,7 @@ def generate(
     dtype,
     boundary: float = 0.0,
     sp=LOCAL,
+    memory: Memory = WHOLE,
 ) -> list[Tensor]:
     """Latents of one video per prompt, all in one pack.
 
@@ -278,18 +311,23 @@ def generate(
         pictures["condition"] = [g.condition.to(dtype) for g in given]
     if given[0].image is not None:
         pictures["image"] = torch.cat([g.image for g in given]).to(dtype)
-    for i in range(how.steps):
-        t = float(solvers[0].timesteps[i])
-        high = t >= boundary * TIMESTEPS
-        model = models[("high" if high else "low") if boundary else ""]
-        guidance = how.guidance if high or how.guidance_low is None else how.guidance_low
-        inputs, timesteps = [x.to(dtype) for x in latents], [g.timesteps(t) for g in given]
-        velocity = model(inputs, timesteps, texts, sp=sp, **pictures)
-        if guidance != 1:
-            away = model(inputs, timesteps, [negative] * len(texts), sp=sp, **pictures)
-            velocity = [n + guidance * (v - n) for v, n in zip(velocity, away, strict=True)]
-        steps = zip(solvers, velocity, latents, given, strict=True)
-        latents = [g.put_back(solver.step(v.to(x.dtype), x, i)) for solver, v, x, g in steps]
+
+    def expert_of(i: int) -> str:
+        return ("high" if solvers[0].timesteps[i] >= boundary * TIMESTEPS else "low") if boundary else ""
+
+    for expert, steps in groupby(range(how.steps), expert_of):
+        guidance = how.guidance_low if expert == "low" and how.guidance_low is not None else how.guidance
+        model = models[expert]
+        with memory.using(model):
+            for i in steps:
+                t = float(solvers[0].timesteps[i])
+                inputs, timesteps = [x.to(dtype) for x in latents], [g.timesteps(t) for g in given]
+                velocity = model(inputs, timesteps, texts, sp=sp, **pictures)
+                if guidance != 1:
+                    away = model(inputs, timesteps, [negative] * len(texts), sp=sp, **pictures)
+                    velocity = [n + guidance * (v - n) for v, n in zip(velocity, away, strict=True)]
+                updates = zip(solvers, velocity, latents, given, strict=True)
+                latents = [g.put_back(solver.step(v.to(x.dtype), x, i)) for solver, v, x, g in updates]
     return latents
 
 
@@ -319,17 +357,18 @@ class Sampler:
         Data-parallel groups take every dp-th request, `group` at a time in one pack; groups that have none left go
         along with the first and drop it, since a sharded model's weights are gathered by all ranks together.
         """
-        layout = self.layout
-        encoded = layout.on_rank_0(self.components.encode_text, [*(r.prompt for r in requests), self.how.negative])
+        layout, memory = self.layout, self.components.memory
+        encoded = self.components.encode_for_all([*(r.prompt for r in requests), self.how.negative])
         encoded = [states.to(layout.device, self.dtype) for states in encoded]
         for r in range(-(-len(requests) // (layout.dp * group))):
             mine = [i for i in range(len(requests)) if i % layout.dp == layout.dp_rank][r * group : (r + 1) * group]
             numbers = mine or [0]
-            given = [self.given(requests[i]) for i in numbers]
+            with self.components.at_work():
+                given = [self.given(requests[i]) for i in numbers]
             noise = [self.noise(g.shape, seed, i) for i, g in zip(numbers, given, strict=True)]
             texts = [encoded[i] for i in numbers]
-            boundary, sp = self.preset.boundary, layout.seam()
-            latents = generate(self.models, texts, encoded[-1], given, self.how, noise, self.dtype, boundary, sp)
+            boundary, sp, how = self.preset.boundary, layout.seam(), self.how
+            latents = generate(self.models, texts, encoded[-1], given, how, noise, self.dtype, boundary, sp, memory)
             for i, x in zip(mine, latents, strict=False):
                 if i // layout.dp % layout.sp == layout.sp_rank:  # they all have x: the decoding is divided
                     yield i, self.components.decode(x)
@@ -397,13 +436,17 @@ def main(config: Config):
     how, paths = sampling_for(config), paths_for(config)
     requests, preset, wan = requests_of(config), PRESETS[config.model], CONFIGS[config.model]
     _, world = parallel.world_from_torchrun()
+    if config.memory == "blocks" and config.shard == "full" and world > 1:
+        raise ValueError(
+            "--memory blocks streams whole blocks, --shard full splits them: use --memory idle, or no --shard"
+        )
     layout = parallel.start(*parallel.split_sp(world, wan.num_heads, config.sp, config.ulysses, config.ring))
     dtype = DTYPES[config.precision]
-    components = load_components(config, paths, layout.device)
-    models = {}
+    memory, models = Memory(config.memory, layout.device), {}
+    components = load_components(config, paths, layout, memory)
     for expert in preset.experts:
-        model = load_weights(WanDiT(wan), expert_checkpoint(config, expert), config.model)
-        models[expert] = model.to(layout.device, dtype).eval()
+        model = load_weights(WanDiT(wan), expert_checkpoint(config, expert), config.model).to(dtype)
+        models[expert] = place(model, model.blocks, layout, memory, config.shard == "full")
     sampler = Sampler(models, components, preset, how, layout, dtype)
     sheet = sampler.write(requests, config.seed, Path(config.out))
     if layout.rank == 0:

@@ -40,6 +40,7 @@ import stream
 import watch
 import weights
 from clips import ClipSpec
+from memory import Memory
 from model import CONFIGS, WanDiT
 from options import exit_with, parse
 from presets import PRESETS
@@ -84,6 +85,8 @@ class Config:
     # one every --stride frames, as many as there are
     clips: int = 4  # windows of one video with --clip random. Each is encoded and kept, at each of the sizes
     stride: int = 0  # frames from one window to the next with --clip all; 0: a window's length, so none overlap
+    vae_tile: int = 0  # edge of the VAE's tiles, in latents (of 8 x 8 pixels, 16 x 16 in Wan 2.2); 0: whole frames
+    vae_overlap: int = 8  # of tiles, in latents
     # How long, and from which random numbers
     steps: int = 400  # optimizer steps
     batch_size: int = 32  # samples per optimizer step, over the whole job
@@ -148,7 +151,7 @@ def main(config: Config, observe=None) -> dict[str, "Part"]:
     layout = parallel.start(*parallel.split_sp(world, heads, config.sp, config.ulysses, config.ring))
 
     # -- Data: files become latents and text states, each encoded once per job.
-    components = sample.load_components(config, paths, layout.device)
+    components = sample.load_components(config, paths, layout, Memory(device=layout.device))
     dataset = load_dataset(config, paths, components, layout)
     components.release_text_encoder()
 
