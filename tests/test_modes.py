@@ -50,7 +50,7 @@ def options(folder, mode: str, **changes) -> dict:
     if "experts" in how["model"]:
         how["low_checkpoint"] = str(folder / f"{how['model']}-low.safetensors")
     how["checkpoint"] = str(folder / f"{how['model']}.safetensors")
-    how["data"] = str(folder / how["data"])
+    how["data"] = (str(folder / how["data"]),)
     return how | changes
 
 
