@@ -27,7 +27,8 @@ from torch import nn
 import flow
 import parallel
 import stream
-from checkpoint import diffusers_name
+from checkpoint import dit_config
+from formats import diffusers_name
 from model import CONFIGS, WanConfig, WanDiT, patchify
 from options import exit_with, parse
 
@@ -82,23 +83,9 @@ def diffusers_model(model: WanDiT) -> nn.Module:
     """diffusers' class with our weights. It lives in requirements-dev.txt: nothing that users run needs it."""
     from diffusers import WanTransformer3DModel
 
-    c = model.config
-    peer = WanTransformer3DModel(
-        patch_size=c.patch_size,
-        num_attention_heads=c.num_heads,
-        attention_head_dim=c.dim // c.num_heads,
-        in_channels=c.in_dim,
-        out_channels=c.out_dim,
-        text_dim=c.text_dim,
-        freq_dim=c.freq_dim,
-        ffn_dim=c.ffn_dim,
-        num_layers=c.num_layers,
-        cross_attn_norm=c.cross_attn_norm,
-        eps=c.eps,
-        image_dim=c.clip_dim if c.reads_clip else None,
-        added_kv_proj_dim=c.dim if c.reads_clip else None,
-        pos_embed_seq_len=2 * 257 if c.model_type == "flf2v" else None,
-    )
+    config = dit_config(model.config)
+    del config["_class_name"]
+    peer = WanTransformer3DModel(**config)
     peer.load_state_dict({diffusers_name(name): tensor for name, tensor in model.state_dict().items()})
     return peer
 

@@ -196,10 +196,12 @@ SCALES, UNUSED_SCALES = (".scale_weight", ".weight_scale"), (".scale_input", ".i
 
 # Tensors of the files that the models here have no use for: CLIP's text side, a second name of umT5's embedding, and
 # the tokenizer that ComfyUI packs beside it.
+CLIP_TEXT = ("textual.", "log_scale", "text_model.", "logit_scale", "text_projection.")
 UNUSED = {
-    "clip": ("textual.", "log_scale", "text_model.", "logit_scale", "text_projection.", "vision_model.embeddings.position_ids"),
+    "clip": (*CLIP_TEXT, "vision_model.embeddings.position_ids"),
     "umt5": ("encoder.embed_tokens.", "spiece_model"),
-}  # fmt: skip
+}
+NEVER_COMPUTED = ("visual.head",)  # of the models here, and not in every file of transformers: loads as zeros
 
 Header = dict[str, tuple[tuple[int, ...], torch.dtype]]  # name -> (shape, dtype)
 
@@ -308,7 +310,8 @@ def fields_of(kind: str, shapes: dict[str, tuple[int, ...]]) -> dict:
     if kind == "dit":
         return dit_fields(shapes, at) | layers
     if kind in ("vae2.1", "vae2.2"):
-        return {"z_dim": at("conv2.weight", 0), "dim": at("encoder.conv1.weight", 0), "dec_dim": at("decoder.head.0.gamma", 0)}
+        sizes = {"z_dim": at("conv2.weight", 0), "dim": at("encoder.conv1.weight", 0)}
+        return sizes | {"dec_dim": at("decoder.head.0.gamma", 0)}
     if kind == "umt5":
         bias = "blocks.0.pos_embedding.embedding.weight"
         sizes = {"vocab": at("token_embedding.weight", 0), "dim": at("token_embedding.weight", 1)}

@@ -108,7 +108,7 @@ def test_forward_and_gradients_equal_diffusers():
     """If this goes, picowan trains another model than diffusers' on the same weights: outputs within 5e-5 of their
     rms, each parameter's gradient within 5e-4 of its rms (diffusers keeps its time sinusoid in float32)."""
     from bench import diffusers_model
-    from checkpoint import diffusers_name
+    from formats import diffusers_name
 
     model = tiny_model()
     peer = diffusers_model(model)
@@ -128,7 +128,7 @@ def test_forward_and_gradients_equal_diffusers():
 
 def test_names_map_to_diffusers(golden):
     """If this goes, weights no longer pass between picowan and diffusers."""
-    from checkpoint import diffusers_name
+    from formats import diffusers_name
 
     for preset, file in (("wan2.1-t2v-14B", "wan2.1-t2v-14B"), ("wan2.1-flf2v-14B", "wan2.1-flf2v-14B")):
         for official, theirs in golden.map(f"{file}.official-to-diffusers").items():
