@@ -178,16 +178,22 @@ def open_pickle(file: Path) -> dict[str, Entry]:
     except (RuntimeError, EOFError) as error:
         raise ValueError(f"{file} is cut short, damaged or no file by torch.save; {AGAIN}") from error
     except AttributeError as error:  # what torch's reader of its format before 1.6 comes to in this mode
-        raise ValueError(f"{file} is in PyTorch's format before 1.6; load it there and torch.save it again") from error
+        raise ValueError(old_format(file)) from error
     if not isinstance(state, dict):
         raise ValueError(f"{file} is no dict of tensors but {type(state).__name__}; save the tensors alone, by name")
     if others := [name for name, x in state.items() if not isinstance(x, Tensor)]:
         raise ValueError(f"{file} holds {others[0]!r}, which is no tensor; save the tensors alone, by name")
     entries = {}
     for name, x in state.items():
-        offset = x.untyped_storage()._checkpoint_offset + x.storage_offset() * x.itemsize
-        entries[name] = Entry(file, offset, x.dtype, tuple(x.shape), x.stride())
+        start = x.untyped_storage()._checkpoint_offset
+        if start is None:
+            raise ValueError(old_format(file))
+        entries[name] = Entry(file, start + x.storage_offset() * x.itemsize, x.dtype, tuple(x.shape), x.stride())
     return entries
+
+
+def old_format(file: Path) -> str:
+    return f"{file} is in PyTorch's format before 1.6, one stream; torch.load it and torch.save it again"
 
 
 def refuse_stand_ins(file: Path):
