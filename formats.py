@@ -193,6 +193,7 @@ COMFY = ("model.diffusion_model.", "diffusion_model.", "first_stage_model.", "te
 DIFFSYNTH = ("pipe.dit.", "dit.")
 PREFIXES = (*COMFY, *DIFFSYNTH, "vae.", "module.", "_orig_mod.", "")  # "module." and "_orig_mod.": torch's wrappers
 SCALES, UNUSED_SCALES = (".scale_weight", ".weight_scale"), (".scale_input", ".input_scale", ".comfy_quant")
+ADAPTER = re.compile(r"\.lora|\.(alpha|diff|diff_b|diff_m)$")  # a LoRA's names are the model's, with these behind
 
 # Tensors of the files that the models here have no use for: CLIP's text side, a second name of umT5's embedding, and
 # the tokenizer that ComfyUI packs beside it.
@@ -238,7 +239,7 @@ class Found:
 
 
 def find_models(header: Header) -> list[Found]:
-    """Every model that a file holds, the one with most tensors first; ComfyUI packs several into one file."""
+    """Every model that a file holds, a DiT first, then the one with most tensors; ComfyUI packs several into a file."""
     rest, found = set(header), []
     for prefix in PREFIXES:
         names = sorted(name for name in rest if name.startswith(prefix))
@@ -247,7 +248,7 @@ def find_models(header: Header) -> list[Found]:
         if best[0] > len(plain(short)) / 2:
             found.append(gather(header, names, prefix, best[1], best[2]))
             rest -= set(names)
-    return sorted(found, key=lambda model: -len(model.shapes))
+    return sorted(found, key=lambda model: (model.kind != "dit", -len(model.shapes)))
 
 
 def plain(names: Iterable[str]) -> list[str]:
@@ -258,7 +259,8 @@ def plain(names: Iterable[str]) -> list[str]:
 def fits(names: set[str], kind: str, form: str) -> int:
     """How many names belong to the model; those that it leaves unused count, as they tell it as well."""
     known = diffusers_names if form == "official" else official_name
-    return sum(bool(known(kind, name)) or unused(kind, name) for name in plain(names))
+    whole = (name for name in plain(names) if not ADAPTER.search(name))
+    return sum(bool(known(kind, name)) or unused(kind, name) for name in whole)
 
 
 def unused(kind: str, name: str) -> bool:

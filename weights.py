@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
-from formats import NEVER_COMPUTED, Found, describe, fields_of, find_models, join, presets_of
+from formats import ADAPTER, NEVER_COMPUTED, Found, describe, fields_of, find_models, join, presets_of
 from model import CONFIGS
 
 DTYPES = {  # the file format's names
@@ -219,7 +219,7 @@ class Weights:
         models = find_models({name: (entry.shape, entry.dtype) for name, entry in self.entries.items()})
         if not models:
             first = min(self.entries, default="none")
-            way = "; merge a LoRA into its base: checkpoint.py merge" if "lora" in first.lower() else ""
+            way = "; merge a LoRA into its base: checkpoint.py merge" if any(map(ADAPTER.search, self.entries)) else ""
             raise ValueError(
                 f"{path} holds no model that picowan knows ({len(self.entries)} tensors, first {first}){way}"
             )

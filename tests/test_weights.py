@@ -322,7 +322,8 @@ def test_other_models_are_named(tmp_path):
     """If this goes, a VAE given as --checkpoint, or a model with a layer more, is refused without saying what it is."""
     save_file(WanVAE(VAE_CONFIGS["demo"]).state_dict(), tmp_path / "vae.safetensors")
     save_file(UMT5Encoder(UMT5_CONFIGS["demo"]).state_dict(), tmp_path / "text.safetensors")
-    save_file({"a.lora_A.weight": torch.zeros(1, 2)}, tmp_path / "lora.safetensors")
+    factors = ("blocks.0.ffn.0.lora_A.weight", "blocks.0.ffn.0.lora_B.weight", "blocks.0.ffn.0.alpha")
+    save_file({name: torch.zeros(1, 1) for name in factors}, tmp_path / "lora.safetensors")
     save_file(tiny_dit(num_layers=3).state_dict(), tmp_path / "deep.safetensors")
     state = tiny_dit().state_dict()
     del state["blocks.1.ffn.2.bias"]
