@@ -137,7 +137,13 @@ def complete(weights: Weights):
 
 
 def vae_config(kind: str, fields: dict) -> VAEConfig:
-    return dataclasses.replace(VAE_CONFIGS["wan" + kind.removeprefix("vae")], **fields)
+    """The preset of these sizes, with its statistics; else Wan's own VAE at these sizes."""
+    whole = VAE_CONFIGS["wan" + kind.removeprefix("vae")]
+    for config in VAE_CONFIGS.values():
+        sizes = {"z_dim": config.z_dim, "dim": config.dim, "dec_dim": config.dec_dim or config.dim}
+        if config.is_residual == whole.is_residual and sizes == fields:
+            return config
+    return dataclasses.replace(whole, **fields)
 
 
 def clip_config(shapes: dict[str, tuple[int, ...]], heads: int) -> CLIPConfig:
@@ -154,8 +160,8 @@ def heads_of(weights: Weights, given: int) -> int:
     if given:
         return given
     if weights.found.kind == "clip":
-        preset = CLIP_CONFIGS["vit-h-14"]
-        heads = preset.num_heads if fields["dim"] == preset.dim else 0
+        sizes = (fields["dim"], fields["num_layers"])
+        heads = next((c.num_heads for c in CLIP_CONFIGS.values() if (c.dim, c.num_layers) == sizes), 0)
     else:
         heads = next((CONFIGS[name].num_heads for name in presets_of(fields)), 0)
     folder = weights.path if weights.path.is_dir() else weights.path.parent
@@ -336,6 +342,10 @@ def clip_vision_config(c: CLIPConfig) -> dict:
 
 
 def autoencoder_config(c: VAEConfig) -> dict:
+    if c.num_res_blocks != 2:
+        raise ValueError(
+            f"this VAE has {c.num_res_blocks} residual blocks per stage; --to diffusers knows Wan's 2 alone"
+        )
     config = {
         "_class_name": "AutoencoderKLWan",
         "base_dim": c.dim,

@@ -33,7 +33,7 @@ from text_encoder import UMT5_CONFIGS, Tokenizer, UMT5Encoder, encode_prompts
 from tiles import TiledVAE
 from vae import VAE_CONFIGS, WanVAE
 from video import contact_sheet, decode_image, read_mp4, write_mp4
-from weights import load_weights, read_weights
+from weights import load_weights
 
 ASSETS = Path(__file__).resolve().parent / "assets"
 SOLVERS = {"unipc": UniPC, "euler": Euler, "dpm++": DPMSolver}
@@ -253,7 +253,7 @@ def load_components(config, paths: dict[str, str], layout: parallel.Layout, memo
     clip = None
     if preset.image_encoder:
         clip = CLIPVision(CLIP_CONFIGS[preset.image_encoder])
-        clip.load_official(read_weights(paths["image_encoder"]))
+        load_weights(clip, paths["image_encoder"], f"a CLIP vision tower of kind {preset.image_encoder}")
         clip = place(clip, (), layout, memory, sharded=False)
     tokenizer = Tokenizer(paths["tokenizer"], CONFIGS[config.model].text_len)
     text_config, sharded = UMT5_CONFIGS[preset.text_encoder], config.shard == "full" and layout.world > 1

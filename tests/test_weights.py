@@ -209,7 +209,7 @@ def damage(folder: Path, state) -> dict[str, tuple[Path, str]]:
         "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "a.safetensors", "git lfs pull"),
         "cut pth": (zipped[: len(zipped) // 2], "a.pth", "cut short"),
         "garbage pth": (random.Random(1).randbytes(5000), "a.pth", "more than tensors|damaged"),
-        "pickle": (pickle.dumps({"a": Trap(folder / "sprung")}), "a.pth", "run code"),
+        "pickle": (pickle.dumps({"a": Trap(folder / "sprung")}, protocol=2), "a.pth", "run code"),
     }
     paths = {}
     for case, (content, name, words) in cases.items():
