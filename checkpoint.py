@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from formats import describe, diffusers_names, fields_of, presets_of, split
 from image_encoder import CLIP_CONFIGS, CLIPConfig, CLIPVision
-from lora import Adapter, LoRA
+from lora import Adapter, LoRA, add_wide, grown
 from lora_formats import LORA_FORMS, is_lora, lora_form, match_lora, read_lora, write_lora
 from model import CONFIGS, WanConfig, WanDiT
 from options import exit_with, parse
@@ -201,12 +201,13 @@ def merge(base: str, loras: list[str], out: str, options: Merge):
         print(f"{path} at scale {scale:g}: {match_lora(lora, weights.shapes)}")
 
     def merged(name: str, weight: Tensor) -> Tensor:
+        weight = weight.to(torch.promote_types(weight.dtype, torch.float32))  # so that it is rounded once, as written
         for lora, scale in zip(read, scales, strict=True):
             adapter, diff = lora.adapters.get(name.removesuffix(".weight")), lora.diffs.get(name)
             if adapter and name.endswith(".weight") and fits(adapter, weight):
                 weight = grown(weight, adapter, scale)
             if diff is not None and diff.shape == weight.shape:
-                weight = wide(weight) + scale * wide(diff)
+                weight = add_wide(weight, diff, scale)
         return weight
 
     write_model(weights, Path(out), options, merged)
@@ -215,16 +216,6 @@ def merge(base: str, loras: list[str], out: str, options: Merge):
 
 def fits(adapter: Adapter, weight: Tensor) -> bool:
     return (len(adapter.up), adapter.down.shape[1]) == (len(weight), weight[0].numel())
-
-
-def grown(weight: Tensor, adapter: Adapter, scale: float) -> Tensor:
-    """weight + scale * alpha / r * up @ down, in at least float32."""
-    delta = wide(adapter.up) @ wide(adapter.down)  # (out, in)
-    return wide(weight) + scale * adapter.alpha / len(adapter.down) * delta.view_as(weight)
-
-
-def wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def write_model(weights: Weights, out: Path, options: Convert, change: Callable[[str, Tensor], Tensor] | None = None):

@@ -13,7 +13,7 @@ import checkpoint
 from checkpoint import command
 from formats import diffusers_names, fields_of, find_models, join, official_name, presets_of, split
 from image_encoder import CLIPConfig, CLIPVision
-from lora import Adapter, LoRA
+from lora import Adapter, LoRA, grown
 from lora_formats import LORA_FORMS, match_lora, read_lora, write_lora
 from model import CONFIGS, WanConfig, WanDiT
 from text_encoder import UMT5_CONFIGS, UMT5Encoder
@@ -349,7 +349,7 @@ def test_lora_differences_and_convolution(tmp_path):
         assert any(x.shape == (2, 16, 1, 2, 2) for x in file.values())
     with pytest.raises(ValueError, match="no place for 3 whole differences"):
         write_lora(LoRA(adapters, diffs), tmp_path / "c.safetensors", "diffusers")
-    merged = checkpoint.grown(torch.zeros(48, 16, 1, 2, 2), adapters["patch_embedding"], 1.0)
+    merged = grown(torch.zeros(48, 16, 1, 2, 2), adapters["patch_embedding"], 1.0)
     down = next(x for x in file.values() if x.shape == (2, 16, 1, 2, 2))
     theirs = torch.einsum("or,rikhw->oikhw", adapters["patch_embedding"].up, down)
     assert torch.allclose(merged, theirs, atol=1e-6)
