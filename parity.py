@@ -232,7 +232,8 @@ def parse_steps(text: str) -> set[int] | None:
 def cut(model, blocks: int):
     """Keep the first blocks; and a head of zeros, which would keep every gradient from them, gets values."""
     del model.blocks[blocks:]
-    if not model.head.head.weight.any():
+    head = model.head.head.weight
+    if not head.is_meta and not head.any():
         torch.nn.init.normal_(model.head.head.weight, std=0.1)
 
 

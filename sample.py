@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Literal
@@ -20,11 +21,13 @@ import torch
 from torch import Tensor, nn
 
 import demo
+import lora
 import parallel
 import stream
 from condition import padded, prepared, size_for, to_unit, with_mask
 from flow import TIMESTEPS, DPMSolver, Euler, UniPC
 from image_encoder import CLIP_CONFIGS, CLIPVision
+from lora_formats import read_lora
 from memory import WHOLE, Memory
 from model import CONFIGS, LOCAL, WanDiT
 from options import exit_with, parse
@@ -33,7 +36,7 @@ from text_encoder import UMT5_CONFIGS, Tokenizer, UMT5Encoder, encode_prompts
 from tiles import TiledVAE
 from vae import VAE_CONFIGS, WanVAE
 from video import contact_sheet, decode_image, read_mp4, write_mp4
-from weights import load_weights
+from weights import expert_path, load_weights
 
 ASSETS = Path(__file__).resolve().parent / "assets"
 SOLVERS = {"unipc": UniPC, "euler": Euler, "dpm++": DPMSolver}
@@ -49,6 +52,8 @@ class Config:
     text_encoder: str = ""  # weights of the umT5 encoder; empty: the demo's
     tokenizer: str = ""  # SentencePiece file (google/umt5-xxl/spiece.model); empty: the demo's
     image_encoder: str = ""  # weights of the CLIP vision tower, for Wan 2.1's image to video; empty: the demo's
+    lora: tuple[str, ...] = ()  # LoRA files to merge, PATH or PATH:SCALE; of two experts, the high-noise one's
+    lora_low: tuple[str, ...] = ()  # the low-noise expert's
     prompt: tuple[str, ...] = ()  # one or more prompts, each in quotes
     image: tuple[str, ...] = ()  # the first frame: one picture for all prompts, or one for each
     last_image: tuple[str, ...] = ()  # the last frame, for first-and-last-frame models
@@ -73,6 +78,7 @@ class Config:
     # the model at most two of its blocks
     vae_tile: int = 0  # edge of the VAE's tiles, in latents (of 8 x 8 pixels, 16 x 16 in Wan 2.2); 0: whole frames
     vae_overlap: int = 8  # of tiles, in latents
+    compile: bool = False  # torch.compile the blocks
     out: str = "samples"  # folder for 000.mp4, 000.txt, ... and contact_sheet.png
 
 
@@ -184,8 +190,10 @@ class Components:
         """Each prompt's states (n, text_dim) in float32 on the CPU, cut to its own length. Where the encoder is sharded
         all ranks call this, with equally many prompts, and take all that it yields."""
         if prompts and not self.encoder:
-            encoder = load_weights(UMT5Encoder(self.text_config), self.text_path, "a umT5 encoder of this size")
-            self.encoder.append(place(encoder, encoder.blocks, self.layout, self.memory, self.sharded))
+            with torch.device("meta"):
+                encoder = UMT5Encoder(self.text_config)
+            load = partial(load_weights, path=self.text_path, what="a umT5 encoder of this size")
+            self.encoder.append(place(encoder, load, self.layout, self.memory, encoder.blocks, self.sharded))
         with self.memory.using(*self.encoder):
             for prompt in prompts:
                 yield encode_prompts(self.encoder[0], self.tokenizer, [prompt])[0].float().cpu()
@@ -210,10 +218,14 @@ class Components:
             return self.vae.decode(latents.to(next(self.vae.parameters()))).clamp(-1, 1).cpu()
 
 
-def place(module: nn.Module, blocks, layout: parallel.Layout, memory: Memory, sharded: bool) -> nn.Module:
-    """A loaded module, frozen, where --shard and --memory want it."""
+def place(module: nn.Module, load, layout: parallel.Layout, memory: Memory, blocks=(), sharded=False) -> nn.Module:
+    """The module, loaded and frozen, where --shard and --memory want it; load(module, device=...) fills it. One on the
+    meta device gets memory for what this rank keeps of it, and no more."""
     module = module.eval().requires_grad_(False)
-    return memory.keep(parallel.shard_frozen(module, blocks, layout) if sharded else module, blocks)
+    if sharded:
+        parallel.shard_frozen(module, blocks, layout)
+    load(module, device=layout.device if sharded or memory.mode == "whole" else "cpu")
+    return memory.keep(module, blocks)
 
 
 def paths_for(config) -> dict[str, str]:
@@ -240,7 +252,37 @@ def paths_for(config) -> dict[str, str]:
 
 def expert_checkpoint(config, expert: str) -> str:
     """The weights of one of the model's experts ("" where it is one model)."""
-    return (expert == "low" and config.low_checkpoint) or paths_for(config)["checkpoint"]
+    path = (expert == "low" and config.low_checkpoint) or paths_for(config)["checkpoint"]
+    return path if path == "scratch" else str(expert_path(path, expert))
+
+
+def load_dit(config, expert: str, layout: parallel.Layout, memory: Memory) -> WanDiT:
+    """A DiT in the dtype of --precision, with the LoRAs of its expert merged in."""
+    with torch.device("meta"):
+        model = WanDiT(CONFIGS[config.model]).to(DTYPES[config.precision])
+
+    def load(model, device):
+        load_weights(model, expert_checkpoint(config, expert), config.model, device)
+        for text in config.lora_low if expert == "low" else config.lora:
+            path, scale = split_scale(text)
+            left = lora.merge(model, read_lora(path, expert), scale)
+            if left and layout.rank == 0:
+                print(f"{path}: no place in {config.model} for {left}", flush=True)
+
+    model = place(model, load, layout, memory, model.blocks, config.shard == "full")
+    if config.compile:
+        for block in model.blocks:
+            block.body = torch.compile(block.body)
+    return model
+
+
+def split_scale(text: str) -> tuple[str, float]:
+    """PATH or PATH:SCALE."""
+    path, _, scale = text.rpartition(":")
+    try:
+        return (path, float(scale)) if path else (text, 1.0)
+    except ValueError:
+        return text, 1.0  # a colon of the path's own
 
 
 def load_components(config, paths: dict[str, str], layout: parallel.Layout, memory: Memory) -> Components:
@@ -248,13 +290,12 @@ def load_components(config, paths: dict[str, str], layout: parallel.Layout, memo
     preset = PRESETS[config.model]
     shape = VAE_CONFIGS[preset.vae]
     vae = TiledVAE(shape, config.vae_tile, config.vae_overlap) if config.vae_tile else WanVAE(shape)
-    load_weights(vae, paths["vae"], f"a VAE of kind {preset.vae}")
-    vae = place(vae, (), layout, memory, sharded=False)
+    vae = place(vae, partial(load_weights, path=paths["vae"], what=f"a VAE of kind {preset.vae}"), layout, memory)
     clip = None
     if preset.image_encoder:
-        clip = CLIPVision(CLIP_CONFIGS[preset.image_encoder])
-        load_weights(clip, paths["image_encoder"], f"a CLIP vision tower of kind {preset.image_encoder}")
-        clip = place(clip, (), layout, memory, sharded=False)
+        what = f"a CLIP vision tower of kind {preset.image_encoder}"
+        load = partial(load_weights, path=paths["image_encoder"], what=what)
+        clip = place(CLIPVision(CLIP_CONFIGS[preset.image_encoder]), load, layout, memory)
     tokenizer = Tokenizer(paths["tokenizer"], CONFIGS[config.model].text_len)
     text_config, sharded = UMT5_CONFIGS[preset.text_encoder], config.shard == "full" and layout.world > 1
     return Components(vae, clip, text_config, paths["text_encoder"], tokenizer, layout, memory, sharded)
@@ -445,8 +486,7 @@ def main(config: Config):
     memory, models = Memory(config.memory, layout.device), {}
     components = load_components(config, paths, layout, memory)
     for expert in preset.experts:
-        model = load_weights(WanDiT(wan), expert_checkpoint(config, expert), config.model).to(dtype)
-        models[expert] = place(model, model.blocks, layout, memory, config.shard == "full")
+        models[expert] = load_dit(config, expert, layout, memory)
     sampler = Sampler(models, components, preset, how, layout, dtype)
     sheet = sampler.write(requests, config.seed, Path(config.out))
     if layout.rank == 0:

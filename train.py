@@ -40,6 +40,7 @@ import stream
 import watch
 import weights
 from clips import ClipSpec
+from lora_formats import read_lora
 from memory import Memory
 from model import CONFIGS, WanDiT
 from options import exit_with, parse
@@ -63,6 +64,7 @@ class Config:
     lora_rank: int = 0  # train low-rank adapters of this rank instead of weights; 0: no adapters
     lora_alpha: float = 0.0  # an adapter counts alpha / rank times; 0: alpha is the rank
     lora_targets: str = lora.TARGETS  # the blocks' linear layers whose names end so, separated by commas
+    lora: str = ""  # adapters to go on from: a LoRA file of the same rank, alpha and targets
     lora_dropout: float = 0.0  # share of an adapter's inner numbers that a token trains without
     # On what
     data: tuple[str, ...] = ()  # folders or manifests (json, jsonl, csv), each with a weight or none, as in a.json:3
@@ -272,21 +274,51 @@ def experts_of(config: Config) -> tuple[str, ...]:
 
 
 def build(config: Config, expert: str, layout, blocks: int) -> Part:
-    """The same weights on every rank, then split as --shard says; and an optimizer of what is trained."""
-    torch.manual_seed(config.seed)
-    model = WanDiT(CONFIGS[config.model])
+    """The same weights on every rank, split as --shard says; and an optimizer of what is trained.
+
+    A model to be loaded has no memory until then: a rank that keeps a shard reads no more than that.
+    """
     path = sample.expert_checkpoint(config, expert)
-    if path != "scratch":
-        weights.load_weights(model, path, config.model)
+    torch.manual_seed(config.seed)
+    with torch.device("cpu" if path == "scratch" else "meta"):
+        model = WanDiT(CONFIGS[config.model])
     if blocks:
         parity.cut(model, blocks)
-    model = model.to(layout.device, MASTER[config.precision]).train()
+    model = model.to(dtype=MASTER[config.precision]).train()
     freeze(model, config)
-    wrapped = parallel.parallelize(model, layout, config.shard, config.precision, config.recompute, config.compile)
+
+    def load():
+        if path == "scratch":
+            model.to(layout.device)
+        else:
+            absent = partial(not_in_checkpoint, blocks=len(model.blocks))
+            weights.load_weights(model, path, config.model, layout.device, skip=absent)
+        if config.lora_rank:
+            start_adapters(model, config, expert)
+
+    how = model, layout, config.shard, config.precision, config.recompute, config.compile
+    if config.shard == "none":  # DDP wants the weights, and they are wanted whole
+        load()
+        wrapped = parallel.parallelize(*how)
+    else:
+        wrapped = parallel.parallelize(*how)
+        load()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     parameters = list(trained.values())
     ema = {name: p.detach().clone() for name, p in trained.items()} if config.ema else {}
     return Part(model, wrapped, parameters, make_optimizer(parameters, config), ema)
+
+
+def not_in_checkpoint(name: str, blocks: int) -> bool:
+    """Parameters that only the model has, its adapters, or only the file: blocks that a rehearsal cuts off."""
+    deep = re.match(r"blocks\.(\d+)\.", name)
+    return "lora_" in name or bool(deep) and int(deep[1]) >= blocks
+
+
+def start_adapters(model, config: Config, expert: str):
+    lora.reset_adapters(model, config.seed)
+    if config.lora:
+        lora.adapters_into(model, read_lora(config.lora, expert))
 
 
 def freeze(model, config: Config):
@@ -412,6 +444,8 @@ def check(config: Config) -> dict[str, str]:
     sample.requests_for_training(config)
     if config.trainable and config.lora_rank:
         raise ValueError("--trainable trains weights and --lora-rank adapters beside them; leave one out")
+    if config.lora and not config.lora_rank:
+        raise ValueError(f"--lora {config.lora} goes on from adapters: give their rank with --lora-rank")
     if config.trainable or config.lora_rank:
         with torch.device("meta"):
             freeze(WanDiT(CONFIGS[config.model]), config)

@@ -265,25 +265,33 @@ def refuse_nan(tensor: Tensor, what: str):
 # Into a module
 
 
-def load_weights(module: nn.Module, path: str | Path, what: str, device=None, dtype=None) -> nn.Module:
+def load_weights(
+    module: nn.Module, path: str | Path, what: str, device=None, dtype=None, skip: Callable[[str], bool] | None = None
+) -> nn.Module:
     """Load the model at `path` into `module`, every name and shape, tensor by tensor; returns the module.
 
     what: a preset of model.py, or words ("a Wan 2.1 VAE"); for the messages. device and dtype: where the parameters
     are to be, as in `module.to`; None: where and what they are (meta: the CPU). Parameters on the meta device get their
-    memory here, of FSDP2's each rank only its shard, and each rank reads only its rows.
+    memory here, of FSDP2's each rank only its shard, and each rank reads only its rows. skip(name): parameters, of the
+    file or the module, that are left alone: adapters that the file does not have, blocks that the module does not have.
 
     ValueError, before anything is touched, where the file is another model's or damaged. NaN is found on the way: then
     the module is half loaded and good for nothing. (RuntimeError where it is sharded: other ranks may not see it.)
     """
-    own = module.state_dict()
+    skip = skip or (lambda name: False)
+    own = {name: x for name, x in module.state_dict().items() if not skip(name)}
     ours = find_models({name: (tuple(x.shape), x.dtype) for name, x in own.items()})
     weights = Weights(path, ours[0].kind if ours else "")
+    for name in filter(skip, list(weights.shapes)):
+        del weights.shapes[name]
     refuse_others(weights, {name: tuple(x.shape) for name, x in own.items()}, ours[0].kind if ours else "", what)
     if any(x.is_meta for x in own.values()):
         module.to(dtype=dtype).to_empty(device=device or "cpu")
     else:
         module.to(device=device, dtype=dtype)
     for name, mine in module.state_dict().items():
+        if skip(name):
+            continue
         if name not in weights.shapes:
             mine.zero_()
             continue
