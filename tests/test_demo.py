@@ -133,7 +133,7 @@ def test_the_command_line_prints_one_row_per_video_and_the_shares(tmp_path, monk
 def test_the_shipped_vae_keeps_the_clips(config, file, shapes):
     """If it goes, the demo may train on latents that are not normalised, or that no longer decode to what was encoded,
     and its samples fail whatever the DiT learned; noise on the latents stands for the DiT's small errors. A first frame
-    worse than the second would show as a jump in every sample."""
+    worse than the second would show as a jump in every sample. The 2.2 VAE rounds squares off: 4 shapes of 7 it is."""
     vae = WanVAE(VAE_CONFIGS[config])
     vae.load_state_dict(load_file(ASSETS / f"{file}.safetensors"))
     rng, scenes = np.random.default_rng(5), demo.HELD_OUT_SCENES[::5]
@@ -144,7 +144,7 @@ def test_the_shipped_vae_keeps_the_clips(config, file, shapes):
     assert latents.mean().abs() < 0.1 and 0.85 < latents.std() < 1.15
     errors = (decoded.clamp(-1, 1) - videos).square().mean((0, 1, 3, 4))  # (T,)
     assert 10 * torch.log10(4 / errors.mean()) > 28
-    assert 10 * torch.log10(errors[0] / errors[1]).abs() < 2
+    assert 10 * torch.log10(errors[0] / errors[1]) < 1
     right = Counter()
     for video, scene in zip(decoded.numpy(), scenes, strict=True):
         right.update(kind for kind, ok in demo_score.score(video, scene).items() if ok)
