@@ -2,9 +2,10 @@
 
     python tools/make_demo_assets.py [--out assets] [--parts tokenizer text vae vae22 clip]
 
-The trainer's demo needs stand-ins for the released text encoder (11 GB), VAEs (0.5 and 2.8 GB) and image
-encoder (1.3 GB). They have the released structure and parameter names, only smaller. All but the image encoder are
-trained here from nothing, on the captions and clips of the demo's training scenes. Measured on held-out scenes, which take no part:
+The trainer's demo needs stand-ins for the released text encoder (11 GB), VAEs (0.5 and 2.8 GB) and image encoder
+(1.3 GB). They have the released structure and parameter names, only smaller; the 2.2 VAE also has one residual block
+per stage fewer. All but the image encoder are trained here from nothing, on the captions and clips of the demo's
+training scenes. Measured on held-out scenes, which take no part:
 
     tokenizer.model           101 pieces; captions are 13 to 29 tokens
     text_encoder.safetensors  90 k parameters, about a minute; all four words can be read from every token's state
