@@ -9,7 +9,6 @@ into packs and where a run was stopped and resumed change its loss curve by roun
 """
 
 import dataclasses
-import json
 import math
 import platform
 import re
@@ -106,6 +105,7 @@ class Config:
     save_every: int = 0  # steps between checkpoints; 0: only at the end
     keep: int = 2  # so many newest checkpoints stay; 0: all
     resume: str = ""  # "latest", or a checkpoint folder: go on from there
+    allow_change: bool = False  # go on although options, data or start weights changed that change the loss curve
     sample: bool = True  # write sample videos at the end
     prompts: str = ""  # a file of what to sample, see sample.py; empty: the demo's held-out prompts
     # Proof
@@ -126,6 +126,7 @@ def main(config: Config, observe=None) -> dict[str, "Part"]:
     _, world = parallel.world_from_torchrun()
     heads = CONFIGS[config.model].num_heads
     layout = parallel.start(*parallel.split_sp(world, heads, config.sp, config.ulysses, config.ring))
+    layout.on_rank_0(resume.prepare_folder, Path("runs") / config.run)
 
     # -- Data: files become latents and text states, each encoded once per job.
     components = sample.load_components(config, paths, layout.device)
@@ -164,8 +165,15 @@ def fit(config: Config, layout, dataset, observe=None, blocks: int = 0) -> dict[
     """
     run, dtype = Path("runs") / config.run, sample.DTYPES[config.precision]
     parts = {expert: build(config, expert, layout, blocks) for expert in experts_of(config)}
-    first = resume.load(resume.find(run, config.resume), parts, layout) if config.resume else 0
-    log = layout.on_rank_0(open_run, run, describe_run(config, layout), first)
+    for part in parts.values() if layout.world > 1 and config.shard == "none" else ():
+        # DDP moves gradients to other buckets after its first backward, and in which order ranks are added up depends
+        # on the place in a bucket. A blank pack goes first, so that a resumed run's first step adds up like any other.
+        batch.pack_loss(part.wrapped, batch.make_pack([], [], config, dataset), layout, dtype).backward()
+        part.optimizer.zero_grad()
+
+    about = describe_run(config, layout) | {"content": {} if blocks else content(config, dataset, layout)}
+    first = resume.begin(run, parts, about, layout)
+    log = layout.on_rank_0(watch.Log, run, first)
     for expert, part in parts.items():
         where = run / expert
         part.trace = parity.trace_of(config, where, layout, part, dataset, learning_rate, blocks)
@@ -174,62 +182,68 @@ def fit(config: Config, layout, dataset, observe=None, blocks: int = 0) -> dict[
     ahead = ThreadPoolExecutor(1)  # reads and noises the next step's samples meanwhile
     coming = ahead.submit(batch.step_packs, config, dataset, layout, first)
     bar = tqdm(range(first, config.steps), initial=first, total=config.steps, disable=bool(layout.rank or blocks))
-    for step in bar:
-        clock.start()
-        now = coming.result()
-        coming = ahead.submit(batch.step_packs, config, dataset, layout, step + 1)
-        clock.lap("data")
+    with resume.Keeper(run, parts, layout, config.keep) as keeper:
+        for step in bar:
+            clock.start()
+            now = coming.result()
+            coming = ahead.submit(batch.step_packs, config, dataset, layout, step + 1)
+            clock.lap("data")
 
-        # -- Gradients: of each model that has samples in this step, pack by pack.
-        losses = {expert: [] for expert in now.packs}
-        for expert, packs in now.packs.items():
-            part = parts[expert]
-            loss_of = partial(batch.pack_loss, part.wrapped, layout=layout, dtype=dtype)
-            part.trace.start(step, packs, part.wrapped, loss_of)
-            for i, pack in enumerate(packs):
-                with parallel.synchronize(part.wrapped, last=i == len(packs) - 1), part.trace.micro_batch(pack):
-                    loss = loss_of(pack)
-                    clock.lap("forward")
-                    loss.backward()
-                    clock.lap("backward")
-                losses[expert].append(loss.detach())
+            # -- Gradients: of each model that has samples in this step, pack by pack.
+            losses = {expert: [] for expert in now.packs}
+            for expert, packs in now.packs.items():
+                part = parts[expert]
+                loss_of = partial(batch.pack_loss, part.wrapped, layout=layout, dtype=dtype)
+                part.trace.start(step, packs, part.wrapped, loss_of)
+                for i, pack in enumerate(packs):
+                    with parallel.synchronize(part.wrapped, last=i == len(packs) - 1), part.trace.micro_batch(pack):
+                        loss = loss_of(pack)
+                        clock.lap("forward")
+                        loss.backward()
+                        clock.lap("backward")
+                    losses[expert].append(loss.detach())
 
-        # -- The loss: each rank's is its share; the shares add up.
-        shares = layout.sum(torch.stack([torch.stack(losses[expert]).sum() for expert in now.packs]).double())
-        shares = dict(zip(now.packs, shares.tolist(), strict=True))
-        loss = sum(shares.values())
-        for expert, share in shares.items():
-            parts[expert].trace.gradients(losses[expert], share)
-        if observe is not None:
-            observe(step, loss, parts)
-        norms = {
-            expert: parallel.clip_gradients(parts[expert].parameters, config.max_grad_norm).item() for expert in shares
-        }
+            # -- The loss: each rank's is its share; the shares add up.
+            shares = torch.stack([torch.stack(losses[expert]).sum() for expert in now.packs]).double()
+            shares, stop = keeper.agree(shares)
+            shares = dict(zip(now.packs, shares, strict=True))
+            loss = sum(shares.values())
+            for expert, share in shares.items():
+                parts[expert].trace.gradients(losses[expert], share)
+            if observe is not None:
+                observe(step, loss, parts)
+            norms = {
+                expert: parallel.clip_gradients(parts[expert].parameters, config.max_grad_norm).item()
+                for expert in shares
+            }
 
-        # -- The update, of the same models; one without samples stays as it is, on every rank.
-        lr, fault = learning_rate(config, step), ""
-        if not all(map(math.isfinite, (loss, *norms.values()))):
-            fault = describe_non_finite(step, loss, norms, losses, now.packs, config, layout)
-            if config.on_nonfinite == "stop":
-                for part in parts.values():
-                    part.trace.end()
-                raise FloatingPointError(fault)
-        for expert, norm in norms.items():
-            if fault:
-                parts[expert].optimizer.zero_grad()
-            else:
-                update(parts[expert], lr, config.ema)
-            parts[expert].trace.finish(norm)
-        clock.lap("optimizer")
+            # -- The update, of the same models; one without samples stays as it is, on every rank.
+            lr, fault = learning_rate(config, step), ""
+            if not all(map(math.isfinite, (loss, *norms.values()))):
+                fault = describe_non_finite(step, loss, norms, losses, now.packs, config, layout)
+                if config.on_nonfinite == "stop":
+                    for part in parts.values():
+                        part.trace.end()
+                    raise FloatingPointError(fault)
+            for expert, norm in norms.items():
+                if fault:
+                    parts[expert].optimizer.zero_grad()
+                else:
+                    update(parts[expert], lr, config.ema)
+                parts[expert].trace.finish(norm)
+            clock.lap("optimizer")
 
-        record = record_of(step, loss, shares, norms, lr, now, clock.read(), config, layout)
-        if layout.rank == 0:
-            log.write(record | ({"skipped": fault} if fault else {}))
-            if fault:
-                bar.write(fault, sys.stderr)
-            bar.set_postfix_str(watch.spell(record), refresh=False)
-        if (step + 1 == config.steps and not blocks) or (config.save_every and (step + 1) % config.save_every == 0):
-            resume.save(run, step + 1, parts, describe_run(config, layout), layout, config.keep)
+            record = record_of(step, loss, shares, norms, lr, now, clock.read(), config, layout)
+            if layout.rank == 0:
+                log.write(record | ({"skipped": fault} if fault else {}) | keeper.news())
+                if fault:
+                    bar.write(fault, sys.stderr)
+                bar.set_postfix_str(watch.spell(record), refresh=False)
+            last = (stop or step + 1 == config.steps) and not blocks
+            if last or (config.save_every and (step + 1) % config.save_every == 0):
+                keeper.save(step + 1, about)
+            if stop:
+                break
     coming.cancel()
     ahead.shutdown()
     return parts
@@ -371,8 +385,7 @@ def check(config: Config) -> dict[str, str]:
     if config.image_condition < 1 and not PRESETS[config.model].condition:
         raise ValueError(f"--image-condition {config.image_condition}: --model {config.model} takes no image")
     parity.parse_steps(config.trace_steps)
-    if config.resume:
-        resume.find(Path("runs") / config.run, config.resume)
+    resume.check(Path("runs") / config.run, {"options": dataclasses.asdict(config)})
     flow.training_sigmas(torch.zeros(1), config.shift, config.timestep_sampling, *config.noise_range)
     if config.sample and config.prompts:
         read_requests(config.prompts, PRESETS[config.model].condition)
@@ -413,11 +426,15 @@ def load_dataset(config: Config, paths: dict[str, str], components, layout) -> c
     return dataset
 
 
-def open_run(run: Path, description: dict, first: int) -> watch.Log:
-    """Write config.json and open the log."""
-    run.mkdir(parents=True, exist_ok=True)
-    (run / "config.json").write_text(json.dumps(description, indent=2))
-    return watch.Log(run, first)
+def content(config: Config, dataset, layout) -> dict[str, str]:
+    """What a run is made of besides its options: hashes of the data and of the weights it starts from."""
+    hashes = {"data": parity.content_of(dataset)}
+    for expert in experts_of(config):
+        path = sample.expert_checkpoint(config, expert)
+        if path != "scratch":
+            path = " ".join(layout.on_rank_0(cache.digests, weights.weight_files(Path(path).expanduser())))
+        hashes[f"{expert} weights".strip()] = path
+    return hashes
 
 
 def describe_run(config: Config, layout) -> dict:
