@@ -1,9 +1,17 @@
 """Runs that are killed, stopped, or run out of disk, and go on: real processes, real signals."""
 
+import json
 import multiprocessing
 import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
@@ -11,10 +19,16 @@ import pytest
 import runs
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 
+import cache
 import model
 import options
+import resume
 import train
+import watch
+from model import WanDiT
 
 STEPS = 10
 OPTIONS = dict(steps=STEPS, save_every=1, keep=2, ema=0.9, run="run", precision="fp32")
