@@ -123,12 +123,14 @@ class Keeper:
             publish(partial)
             prune(self.run, record["step"], self.keep)
         except (Exception, CheckpointException) as error:  # the latter is none of the former
+            failure = self.tell(partial, error)  # before it makes room
             shutil.rmtree(partial, ignore_errors=True)
-            return self.tell(partial, error)
+            return failure
         return ""
 
     def tell(self, partial: Path, error: BaseException) -> str:
-        failure = f"{partial.stem} was not saved: {reason(error)}; {last_good(self.run)}"
+        free = shutil.disk_usage(self.run).free  # torch's writer does not say so where this was the reason
+        failure = f"{partial.stem} was not saved: {reason(error)} ({free / 1e6:.1f} MB free); {last_good(self.run)}"
         self.untold.append(failure)
         tqdm.write(failure)
         return failure
