@@ -282,8 +282,13 @@ def discard(folder: Path):
 
 def checkpoints(run: Path) -> dict[int, Path]:
     """The checkpoint folders of a run by their step."""
-    found = {path: re.fullmatch(r"step-(\d+)", path.name) for path in run.glob("step-*") if path.is_dir()}
-    return {int(match[1]): path for path, match in found.items() if match}
+    return {step_of(path): path for path in run.glob("step-*") if path.is_dir() and step_of(path)}
+
+
+def step_of(folder: Path) -> int:
+    """The step that the name of a checkpoint's folder says, or 0."""
+    match = re.fullmatch(r"step-(\d+)", folder.name)
+    return int(match[1]) if match else 0
 
 
 def reason(error: BaseException) -> str:
@@ -404,9 +409,10 @@ def damage(folder: Path) -> str:
 
 def whole_one_before(folder: Path) -> str:
     """A way out, for an error's end: never taken unasked, since it costs the steps in between."""
-    others = sorted(checkpoints(folder.parent).values(), reverse=True)
-    before = (other for other in others if other.name < folder.name and not damage(other))
-    return next((f"; the one before is whole: --resume {other}" for other in before), "")
+    there = checkpoints(folder.parent)
+    numbers = sorted((number for number in there if number < step_of(folder)), reverse=True)
+    whole = (there[number] for number in numbers if not damage(there[number]))
+    return next((f"; the one before is whole: --resume {other}" for other in whole), "")
 
 
 def refuse_changes(folder: Path, record: dict):

@@ -59,7 +59,7 @@ class Config:
     trainable: str = ""  # regular expression: train the parameters whose names it finds, freeze the others
     # On what
     data: str = ""  # folder or manifest (json, jsonl, csv); empty: the demo set, written on first use
-    cache: str = "cache"  # folder of encoded latents and text, shared by all ranks
+    cache: str = "cache"  # folder of encoded latents and text, shared by all ranks; off: encode what each step needs
     height: int = 0  # pixels; with --width. Files are scaled to cover the size and cut at the centre
     width: int = 0  # pixels
     max_area: int = 0  # instead of height and width: keep each file's aspect, at most so many pixels

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from unittest.mock import patch
 
@@ -91,7 +92,8 @@ def prepared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("resume")
     with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
         Job.server.set_forkserver_preload(["test_resume"])
-        runs.prepare(folder)
+        forkserver.ensure_running()
+    runs.prepare(folder)
     return folder
 
 
