@@ -3,16 +3,19 @@
 Letters: C F H W latent channels, frames, height and width, L text tokens.
 """
 
+import contextlib
 import hashlib
 import json
 import os
+import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
@@ -23,13 +26,17 @@ from memory import WHOLE, Memory
 from stream import Mixture
 from text_encoder import clean_prompt
 
-CACHE_VERSION = 3  # to be raised when the pixels made of a file change, so that old caches are not taken for new ones
+CACHE_VERSION = 3  # to be raised when what is made of a file changes, so that old caches are not taken for new ones
 
 
 def fingerprint(module: torch.nn.Module) -> str:
-    """A hash over the names, types, shapes and bytes of a module's state dict: 32 hexadecimal digits."""
+    return digest_of(module.state_dict())
+
+
+def digest_of(tensors: dict[str, Tensor]) -> str:
+    """A hash over the names, types, shapes and bytes of tensors: 32 hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=16)
-    for name, tensor in sorted(module.state_dict().items()):
+    for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
@@ -76,14 +83,16 @@ class LatentDataset:
 
     Each cache file is named by a hash of all that it was made of (file contents, weights, size, frames, rate, window,
     condition; cleaned caption), so nothing stale is ever read. Files are written under another name and renamed when
-    whole.
+    whole, and carry a hash of their content; so jobs may fill and read one folder at once, and be killed, and all that
+    is lost is work.
 
         found              survey(items, spec), which may have been made on another rank
         vae                encode(video) -> (C, F, H, W), .config, .spatial, .temporal
         encode_text        prompts -> as many (L, text_dim), one by one: in batches, the rounding of a text would depend
                            on which others the cache lacked. Gets captions that the cache lacks
         text_fingerprint   of the text encoder's weights and the tokenizer
-        cache_dir          one folder for all ranks
+        cache_dir          one folder for all ranks; "off": no files. Samples are then encoded whenever they are asked
+                           for, text states stay in memory; to the bit the same
         condition          what the model is given of a clip, see presets.py
         image_encoder      the CLIP tower whose features it is given as well, or None
         mixture            how the stream draws the items; default: each once per epoch
@@ -106,6 +115,8 @@ class LatentDataset:
         self.conditioned, self.image_encoder = condition, image_encoder
         self.cache_dir = Path(cache_dir).expanduser()
         self.mixture = mixture or Mixture((len(self.items),))
+        self.off = str(cache_dir) == "off"
+        self.texts: dict[Path, Tensor] = {}  # by the files they would be in, where there is no cache
         self.probes, contents = found
         encoders = f"{fingerprint(vae)} {vae.config} {vae.extra_repr()} {condition}"  # in tiles it encodes otherwise
         if image_encoder is not None:
@@ -162,16 +173,27 @@ class LatentDataset:
         rank: int = 0,
         world: int = 1,
         barrier: Callable[[], None] = lambda: None,
+        agree: Callable[[Callable], object] = lambda function: function(),
         memory: Memory = WHOLE,
     ) -> None:
-        """Encodes what the cache lacks, each entry on one of `world` ranks: the texts first, then the clips.
+        """Encodes what the cache lacks or has damaged, each entry on one of `world` ranks: the texts first, then the
+        clips. Rank 0 says how many there were.
 
-        `barrier` waits for all ranks, `memory` brings modules to the device. Raises RuntimeError, naming the file,
-        where encoding or writing fails. That strikes one rank alone: the caller has to stop the others.
+        `barrier` waits for all ranks, `agree(f)` gives all of them what f() is on rank 0, `memory` brings modules to
+        the device. Raises RuntimeError, naming the file, where encoding or writing fails. That strikes one rank alone:
+        the caller has to stop the others.
         """
         texts, samples = self.text_entries(), self.sample_entries()
-        lacking = [[file for file in entries if not file.exists()] for entries in (texts, samples)]
-        barrier()  # nobody writes before everybody has looked; ranks would divide different lists otherwise
+        if self.off:
+            states = self.encode_text([caption for _, caption in texts.values()])
+            self.texts = dict(zip(texts, (x.cpu() for x in states), strict=True))
+            return
+        discard_damaged(sorted([*texts, *samples])[rank::world])
+        barrier()
+        if rank == 0:
+            discard_orphans(self.cache_dir)
+        # Rank 0 looks for all, since another job may be writing here too; at worst, a file is then made twice.
+        lacking = agree(lambda: [[file for file in entries if not file.exists()] for entries in (texts, samples)])
         mine, clips = (files[rank::world] for files in lacking)
         # The ranks may hold the encoder's weights together. So all encode equally many texts, the last one perhaps the
         # empty prompt, for nothing but the company.
@@ -191,6 +213,9 @@ class LatentDataset:
                 f"{len(lost)} cache files were not written, {lost[0]} among them: --cache must be one folder that "
                 "all ranks share"
             )
+        if rank == 0:
+            count, encoded = len(texts) + len(samples), sum(map(len, lacking))
+            print(f"cache: {count - encoded} of {count} found, {encoded} encoded", flush=True)
 
     def __len__(self) -> int:
         return len(self.items)
@@ -207,19 +232,31 @@ class LatentDataset:
     def sample(self, index: int, variant: int) -> dict[str, Tensor]:
         """float32: "latents" (C, F, H, W), and as the model wants it "condition" (20, F, H, W), which is the mask and
         the latents of what is given, and "image" (1 or 2, 257, clip_dim)."""
-        tensors = read_tensors(self.sample_files[index][variant])
+        if self.off:
+            with torch.no_grad():
+                tensors = stored(self.make_sample(index, variant))
+        else:
+            tensors = read_tensors(self.sample_files[index][variant])
         if "condition" in tensors:
             tensors["condition"] = with_mask(tensors["condition"], self.conditioned)
         return tensors
 
     def text(self, index: int) -> Tensor:
         """(L, text_dim) float32, cut to the caption's own length."""
-        return read_tensors(self.text_files[index])["text"]
+        return self.read_text(self.text_files[index])
 
     @property
     def empty_text(self) -> Tensor:
         """(L, text_dim) float32 of the empty prompt: what a dropped caption becomes and what sampling guides with."""
-        return read_tensors(self.empty_text_file)["text"]
+        return self.read_text(self.empty_text_file)
+
+    def read_text(self, file: Path) -> Tensor:
+        return self.texts[file] if self.off else read_tensors(file)["text"]
+
+
+def stored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What becomes of tensors in the cache."""
+    return {name: x.detach().to("cpu", torch.float32).contiguous() for name, x in tensors.items()}
 
 
 def write_entry(path: Path, source: str, make: Callable[..., dict[str, Tensor]], *args) -> None:
@@ -233,15 +270,43 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Writes under a name of its own and renames: a killed run leaves no half file under a name that is read."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    tensors = stored(tensors)
     try:
-        save_file({k: x.detach().to("cpu", torch.float32).contiguous() for k, x in tensors.items()}, temporary)
+        save_file(tensors, temporary, {"digest": digest_of(tensors)})
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
+    """RuntimeError where an entry cannot be read or is not what was written."""
     try:
-        return load_file(path)
+        with safe_open(path, "pt") as file:
+            tensors, written = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
     except Exception as error:
-        raise RuntimeError(f"{path} cannot be read ({error}); delete it and it is made anew") from error
+        raise RuntimeError(f"{path} cannot be read ({error}); the next start makes it anew") from error
+    if written != {"digest": digest_of(tensors)}:
+        raise RuntimeError(f"{path} is damaged: its content is not what was written; the next start makes it anew")
+    return tensors
+
+
+def discard_damaged(files: Sequence[Path], threads: int = 8) -> None:
+    """Reads those that exist, and removes, with a line for each, those that are not what was written."""
+
+    def discard(file):
+        try:
+            read_tensors(file)
+        except RuntimeError as error:
+            file.unlink(missing_ok=True)
+            print(error, flush=True)
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(discard, [file for file in files if file.exists()]))
+
+
+def discard_orphans(cache_dir: Path, seconds: float = 24 * 3600) -> None:
+    """Removes unfinished files that nobody is writing any more, by their age."""
+    for file in cache_dir.glob("*/*.tmp"):
+        with contextlib.suppress(FileNotFoundError):  # another job has been quicker
+            if time.time() - file.stat().st_mtime > seconds:
+                file.unlink()

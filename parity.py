@@ -42,12 +42,23 @@ KEEPING_OPTIONS = {
     "save_every",
     "keep",
     "resume",
+    "allow_change",
     "sample",
     "prompts",
     "trace",
     "trace_steps",
 }
-PATH_OPTIONS = {"checkpoint", "vae", "text_encoder", "tokenizer", "data", "cache", "verify_layout"}  # contents count
+PATH_OPTIONS = {  # of these the contents count
+    "checkpoint",
+    "low_checkpoint",
+    "vae",
+    "text_encoder",
+    "tokenizer",
+    "image_encoder",
+    "data",
+    "cache",
+    "verify_layout",
+}
 PRECISIONS = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16"}
 
 

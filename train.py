@@ -9,7 +9,6 @@ into packs and where a run was stopped and resumed change its loss curve by roun
 """
 
 import dataclasses
-import json
 import math
 import platform
 import re
@@ -70,7 +69,8 @@ class Config:
     data: tuple[str, ...] = ()  # folders or manifests (json, jsonl, csv), each with a weight or none, as in a.json:3
     # b/:1, for draws in that ratio; without weights an epoch is every item once; empty: the demo set, written on first
     # use
-    cache: str = "cache"  # folder of encoded latents and text, shared by all ranks
+    cache: str = "cache"  # folder of encoded latents and text, shared by all ranks; off: encode what each step
+    # needs
     height: int = 0  # pixels; with --width. Files are scaled to cover the size and cut at the centre
     width: int = 0  # pixels
     max_area: int = 0  # instead of height and width: keep each file's aspect, at most so many pixels
@@ -128,6 +128,7 @@ class Config:
     save_every: int = 0  # steps between checkpoints; 0: only at the end
     keep: int = 2  # so many newest checkpoints stay; 0: all
     resume: str = ""  # "latest", or a checkpoint folder: go on from there
+    allow_change: bool = False  # go on although options, data or start weights changed that change the loss curve
     sample: bool = True  # write sample videos at the end, and with each validation
     prompts: str = ""  # a file of what to sample, see sample.py; empty: the demo's held-out prompts
     validation: str = ""  # held-out data, as --data: its loss, with fixed noise, goes into the metrics
@@ -151,6 +152,7 @@ def main(config: Config, observe=None) -> dict[str, "Part"]:
     _, world = parallel.world_from_torchrun()
     heads = CONFIGS[config.model].num_heads
     layout = parallel.start(*parallel.split_sp(world, heads, config.sp, config.ulysses, config.ring))
+    layout.on_rank_0(resume.prepare_folder, Path("runs") / config.run)
 
     # -- Data: files become latents and text states, each encoded once per job.
     components = sample.load_components(config, paths, layout, Memory(device=layout.device))
@@ -184,85 +186,105 @@ def fit(config: Config, layout, dataset, observe=None, look=None, blocks: int = 
 
     `observe(step, loss, parts)` is called with each step's gradients in place, before they are clipped, loss being the
     global one: tests look through it. `look(step, parts)` is called after each step, and what it returns joins the
-    step's record: validation. blocks: keep so many of each model's blocks, a rehearsal of which only the trace
-    stays (parity.py); 0: all.
+    step's record: validation. blocks: keep so many of each model's blocks, a rehearsal of which only the trace stays
+    (parity.py); 0: all.
     """
-    run, dtype = Path("runs") / config.run, sample.DTYPES[config.precision]
+    # -- Models, and where they were when the run was stopped.
+    run = Path("runs") / config.run
     parts = {expert: build(config, expert, layout, blocks) for expert in experts_of(config)}
-    first = resume.load(resume.find(run, config.resume), parts, layout) if config.resume else 0
-    log = layout.on_rank_0(open_run, run, describe_run(config, layout), first)
+    warm_up(config, parts, layout, dataset)
+    about = describe_run(config, layout) | {"content": {} if blocks else content(config, dataset, layout)}
+    first = resume.begin(run, parts, about, layout)
+    log = layout.on_rank_0(watch.Log, run, first)
     for expert, part in parts.items():
-        where = run / expert
-        part.trace = parity.trace_of(config, where, layout, part, dataset, learning_rate, blocks)
+        part.trace = parity.trace_of(config, run / expert, layout, part, dataset, learning_rate, blocks)
 
+    # -- Step by step.
     clock = watch.Stopwatch(layout.device)
     ahead = ThreadPoolExecutor(1)  # reads and noises the next step's samples meanwhile
     coming = ahead.submit(batch.step_packs, config, dataset, layout, first)
     bar = tqdm(range(first, config.steps), initial=first, total=config.steps, disable=bool(layout.rank or blocks))
-    for step in bar:
-        clock.start()
-        now = coming.result()
-        coming = ahead.submit(batch.step_packs, config, dataset, layout, step + 1)
-        clock.lap("data")
-
-        # -- Gradients: of each model that has samples in this step, pack by pack.
-        losses = {expert: [] for expert in now.packs}
-        for expert, packs in now.packs.items():
-            part = parts[expert]
-            loss_of = partial(batch.pack_loss, part.wrapped, layout=layout, dtype=dtype)
-            part.trace.start(step, packs, part.wrapped, loss_of)
-            for i, pack in enumerate(packs):
-                with parallel.synchronize(part.wrapped, last=i == len(packs) - 1), part.trace.micro_batch(pack):
-                    loss = loss_of(pack)
-                    clock.lap("forward")
-                    loss.backward()
-                    clock.lap("backward")
-                losses[expert].append(loss.detach())
-
-        # -- The loss: each rank's is its share; the shares add up, each model's and, for the record, each sample's.
-        totals = torch.zeros(len(losses) + config.batch_size, dtype=torch.float64, device=layout.device)
-        for i, expert in enumerate(losses):
-            totals[i] = torch.stack(losses[expert]).sum()
-            for pack in now.packs[expert]:
-                watch.gather_shares(totals[len(losses) :], pack, lambda position: position % config.batch_size)
-        totals = layout.sum(totals).tolist()
-        loss = sum(totals[: len(losses)])
-        for expert, total in zip(losses, totals, strict=False):
-            parts[expert].trace.gradients(losses[expert], total)
-        if observe is not None:
-            observe(step, loss, parts)
-        norms = {
-            expert: parallel.clip_gradients(parts[expert].parameters, config.max_grad_norm).item() for expert in losses
-        }
-
-        # -- The update, of the same models; one without samples stays as it is, on every rank.
-        lr, fault = learning_rate(config, step), ""
-        if not all(map(math.isfinite, (loss, *norms.values()))):
-            fault = describe_non_finite(step, loss, norms, losses, now.packs, config, layout)
-            if config.on_nonfinite == "stop":
-                for part in parts.values():
-                    part.trace.end()
-                raise FloatingPointError(fault)
-        for expert, norm in norms.items():
-            if fault:
-                parts[expert].optimizer.zero_grad()
-            else:
-                update(parts[expert], lr, config.ema)
-            parts[expert].trace.finish(norm)
-        clock.lap("optimizer")
-
-        record = record_of(step, loss, norms, lr, now, clock.read(), layout)
-        record |= watch.losses_of(now, totals[len(losses) :], config) | (look(step + 1, parts) if look else {})
-        if layout.rank == 0:
-            log.write(record | ({"skipped": fault} if fault else {}))
-            if fault:
-                bar.write(fault, sys.stderr)
-            bar.set_postfix_str(watch.spell(record), refresh=False)
-        if (step + 1 == config.steps and not blocks) or (config.save_every and (step + 1) % config.save_every == 0):
-            resume.save(run, step + 1, parts, describe_run(config, layout), layout, config.keep)
+    with resume.Keeper(run, parts, layout, config.keep) as keeper:
+        for step in bar:
+            clock.start()
+            now = coming.result()
+            coming = ahead.submit(batch.step_packs, config, dataset, layout, step + 1)
+            clock.lap("data")
+            record = train_step(step, now, parts, config, layout, keeper, clock, observe)
+            record |= look(step + 1, parts) if look else {}
+            if layout.rank == 0:
+                log.write(record | keeper.news())
+                bar.set_postfix_str(watch.spell(record), refresh=False)
+            last = (keeper.stopping or step + 1 == config.steps) and not blocks
+            if last or (config.save_every and (step + 1) % config.save_every == 0):
+                keeper.save(step + 1, about)
+            if keeper.stopping:
+                break
     coming.cancel()
     ahead.shutdown()
     return parts
+
+
+def train_step(step: int, now: batch.Step, parts, config: Config, layout, keeper, clock, observe) -> dict:
+    """Gradients of a step's packs, and the update; returns what metrics.jsonl says of it."""
+    # -- Gradients: of each model that has samples in this step, pack by pack.
+    losses, dtype = {expert: [] for expert in now.packs}, sample.DTYPES[config.precision]
+    for expert, packs in now.packs.items():
+        part = parts[expert]
+        loss_of = partial(batch.pack_loss, part.wrapped, layout=layout, dtype=dtype)
+        part.trace.start(step, packs, part.wrapped, loss_of)
+        for i, pack in enumerate(packs):
+            with parallel.synchronize(part.wrapped, last=i == len(packs) - 1), part.trace.micro_batch(pack):
+                loss = loss_of(pack)
+                clock.lap("forward")
+                loss.backward()
+                clock.lap("backward")
+            losses[expert].append(loss.detach())
+
+    # -- The loss: each rank's is its share; the shares add up, each model's and, for the record, each sample's.
+    totals = torch.zeros(len(losses) + config.batch_size, dtype=torch.float64, device=layout.device)
+    for i, expert in enumerate(losses):
+        totals[i] = torch.stack(losses[expert]).sum()
+        for pack in now.packs[expert]:
+            watch.gather_shares(totals[len(losses) :], pack, lambda position: position % config.batch_size)
+    totals = keeper.agree(totals)
+    loss = sum(totals[: len(losses)])
+    for expert, total in zip(losses, totals, strict=False):
+        parts[expert].trace.gradients(losses[expert], total)
+    if observe is not None:
+        observe(step, loss, parts)
+    norms = {
+        expert: parallel.clip_gradients(parts[expert].parameters, config.max_grad_norm).item() for expert in losses
+    }
+
+    # -- The update, of the same models; one without samples stays as it is, on every rank.
+    lr, fault = learning_rate(config, step), ""
+    if not all(map(math.isfinite, (loss, *norms.values()))):
+        fault = describe_non_finite(step, loss, norms, losses, now.packs, config, layout)
+        if config.on_nonfinite == "stop":
+            for part in parts.values():
+                part.trace.end()
+            raise FloatingPointError(fault)
+        if layout.rank == 0:
+            tqdm.write(fault, sys.stderr)
+    for expert, norm in norms.items():
+        if fault:
+            parts[expert].optimizer.zero_grad()
+        else:
+            update(parts[expert], lr, config.ema)
+        parts[expert].trace.finish(norm)
+    clock.lap("optimizer")
+    record = record_of(step, loss, norms, lr, now, clock.read(), layout)
+    return record | watch.losses_of(now, totals[len(losses) :], config) | ({"skipped": fault} if fault else {})
+
+
+def warm_up(config: Config, parts: dict[str, Part], layout, dataset):
+    """One backward of a blank pack. DDP moves gradients to other buckets after its first backward, and the order in
+    which ranks are added up depends on the place in a bucket: so a resumed run's first step adds up like any other."""
+    for part in parts.values() if layout.world > 1 and config.shard == "none" else ():
+        blank = batch.empty_pack(CONFIGS[config.model], dataset)
+        batch.pack_loss(part.wrapped, blank, layout, sample.DTYPES[config.precision]).backward()
+        part.optimizer.zero_grad()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -437,8 +459,7 @@ def check(config: Config) -> dict[str, str]:
     if config.image_condition < 1 and not PRESETS[config.model].condition:
         raise ValueError(f"--image-condition {config.image_condition}: --model {config.model} takes no image")
     parity.parse_steps(config.trace_steps)
-    if config.resume:
-        resume.find(Path("runs") / config.run, config.resume)
+    resume.check(Path("runs") / config.run, {"options": dataclasses.asdict(config)})
     flow.training_sigmas(torch.zeros(1), config.shift, config.timestep_sampling, *config.noise_range)
     watch.steps_between(config.validate_every, 1, 1)
     sample.requests_for_training(config)
@@ -481,15 +502,19 @@ def load_dataset(config: Config, paths: dict[str, str], components, layout, fold
         components.image_encoder,
         mixture,
     )
-    dataset.fill(layout.rank, layout.world, layout.barrier)
+    dataset.fill(layout.rank, layout.world, layout.barrier, layout.on_rank_0)
     return dataset
 
 
-def open_run(run: Path, description: dict, first: int) -> watch.Log:
-    """Write config.json and open the log."""
-    run.mkdir(parents=True, exist_ok=True)
-    (run / "config.json").write_text(json.dumps(description, indent=2))
-    return watch.Log(run, first)
+def content(config: Config, dataset, layout) -> dict[str, str]:
+    """What a run is made of besides its options: hashes of the data and of the weights it starts from."""
+    hashes = {"data": parity.content_of(dataset)}
+    for expert in experts_of(config):
+        path = sample.expert_checkpoint(config, expert)
+        if path != "scratch":
+            path = " ".join(layout.on_rank_0(cache.digests, weights.weight_files(Path(path).expanduser())))
+        hashes[f"{expert} weights".strip()] = path
+    return hashes
 
 
 def describe_run(config: Config, layout) -> dict:

@@ -4,11 +4,14 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import os
+import sys
 import time
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 import batch
 import sample
@@ -63,14 +66,15 @@ def peak_memory(device: torch.device) -> float:
 
 class Log:
     """runs/NAME/metrics.jsonl, a line per step, and the same in TensorBoard where that is installed; rank 0's. A run
-    that goes on from step `first` keeps the lines up to there and drops those of steps that were lost."""
+    that goes on from step `first` keeps the lines up to there and drops those of steps that were lost, and one that was
+    cut short."""
 
     def __init__(self, run: Path, first: int):
         run.mkdir(parents=True, exist_ok=True)
         self.path = run / "metrics.jsonl"
-        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= first]
-        self.path.write_text("".join(kept))
+        self.waiting: list[str] = []  # lines that could not be written yet
+        lines = self.path.read_text(errors="replace").splitlines(keepends=True) if self.path.exists() else []
+        write_text(self.path, "".join(line for line in lines if 0 < step_of(line) <= first))
         self.board = None
         if importlib.util.find_spec("tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
@@ -78,11 +82,41 @@ class Log:
             self.board = SummaryWriter(run / "tensorboard", purge_step=first + 1)
 
     def write(self, record: dict):
-        with open(self.path, "a") as file:
-            file.write(json.dumps(record) + "\n")
+        """Append a line. What a full disk does not take waits for the next step: training is worth more."""
+        self.waiting.append(json.dumps(record) + "\n")
+        size = self.path.stat().st_size
+        try:
+            with open(self.path, "a") as file:
+                file.write("".join(self.waiting))
+            self.waiting.clear()
+        except OSError as error:
+            os.truncate(self.path, size)
+            if len(self.waiting) == 1:
+                tqdm.write(f"{self.path} has to wait from step {record['step']} on: {error}", sys.stderr)
         if self.board is not None:
             for name, value in flat(record):
                 self.board.add_scalar(name, value, record["step"])
+
+
+def step_of(line: str) -> int:
+    """The step of a line of metrics.jsonl; 0 for one that was cut short."""
+    try:
+        return json.loads(line)["step"] if line.endswith("\n") else 0
+    except ValueError:
+        return 0
+
+
+def write_text(path: Path, text: str):
+    """Replace a file as a whole: whoever reads it, and whenever this process is killed, finds the old or the new."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with open(partial, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def flat(record: dict, prefix: str = ""):

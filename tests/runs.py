@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import os
+import shutil
 from pathlib import Path
 from unittest.mock import patch
 
@@ -81,7 +82,7 @@ def config(folder: Path, **changes) -> train.Config:
         ema=0.0,
         precision="fp64",
         sample=False,
-        run=f"{os.getpid()}",
+        run="case",
     )
     return train.Config(**(options | changes))
 
@@ -111,6 +112,8 @@ def run(folder: Path, killed_in: int | None = None, **changes) -> dict:
         digest = hashlib.blake2b(b"".join(t.numpy().tobytes() for t in record["params"].values()))
         record["digests"].append(digest.hexdigest())
 
+    if not changes.get("resume"):
+        shutil.rmtree(folder / "runs" / changes.get("run", "case"), ignore_errors=True)
     with contextlib.suppress(Killed), patch.dict(model.CONFIGS, MODELS):
         note(train.main(config(folder, **changes), observe))
     return record

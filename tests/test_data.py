@@ -251,18 +251,18 @@ def test_cache_failures(items, tmp_path, monkeypatch):
     """A failure names the file it struck, leaves no half-written entry that a later run would read, and entries that
     another rank did not write are missed at once and not at step 1000."""
 
-    def fail(tensors, path):
+    def fail(tensors, path, metadata):
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr("cache.save_file", fail)
-        with pytest.raises(RuntimeError, match="encoding the empty prompt into .* failed: .*No space left"):
+        with pytest.raises(RuntimeError, match="encoding .* into .* failed: .*No space left"):
             make_dataset(items, tmp_path / "full", [])
     assert not [path for path in (tmp_path / "full").rglob("*") if path.is_file()]
     broken = make_dataset(items, tmp_path / "full", [])
     broken.sample_files[0][0].write_bytes(b"half")
-    with pytest.raises(RuntimeError, match="cannot be read .*; delete it"):
+    with pytest.raises(RuntimeError, match="cannot be read .*; the next start makes it anew"):
         broken.sample(0, 0)
     with pytest.raises(RuntimeError, match="cache files were not written.*one folder that all ranks share"):
         make_dataset(items, tmp_path / "alone", [], rank=0, world=2)
