@@ -15,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import train
 from batch import block_pass
 from model import CONFIGS, WanConfig, WanDiT
-from parallel import Layout
 from stream import (
     Cost,
     Mixture,
@@ -232,12 +231,10 @@ def test_weights_reach_the_stream(tmp_path, monkeypatch):
     (tmp_path / "more").mkdir()
     for file in ("c.png", "c.txt"):
         shutil.copy(tmp_path / "data" / file, tmp_path / "more" / file)
-    config = train.settle(runs.config(tmp_path, data=(str(tmp_path / "data"), str(tmp_path / "more") + ":3")))
+    monkeypatch.setattr(train, "fit", lambda config, layout, dataset, *rest: dataset)  # what main would train on
     with pytest.raises(ValueError, match="data has no weight where others have"):
-        train.check(config)
-    config = train.settle(runs.config(tmp_path, data=(f"{tmp_path}/data:1", f"{tmp_path}/more:3")))
-    components = train.sample.load_components(config, train.check(config), torch.device("cpu"))
-    dataset = train.load_dataset(config, train.check(config), components, Layout())
+        train.main(runs.config(tmp_path, data=(f"{tmp_path}/data", f"{tmp_path}/more:3")))
+    dataset = train.main(runs.config(tmp_path, data=(f"{tmp_path}/data:1", f"{tmp_path}/more:3")))
     assert dataset.mixture == Mixture((4, 1), (Fraction(1), Fraction(3)))
     drawn = [d.index for d in draws(0, 16, 0, dataset)]
     assert sorted(drawn) == [0, 1, 2, 3] + [4] * 12 and dataset.items[4].path.parent.name == "more"
