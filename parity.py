@@ -45,6 +45,10 @@ KEEPING_OPTIONS = {
     "allow_change",
     "sample",
     "prompts",
+    "validation",
+    "validate_every",
+    "validation_sigmas",
+    "on_nonfinite",
     "trace",
     "trace_steps",
 }
@@ -55,6 +59,7 @@ PATH_OPTIONS = {  # of these the contents count
     "text_encoder",
     "tokenizer",
     "image_encoder",
+    "lora",
     "data",
     "cache",
     "verify_layout",
