@@ -19,12 +19,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from clips import ClipSpec, Probe, Variant, load_clip, load_picture, probe_all
+import decode
+from clips import ClipSpec, Probe, Variant, load_clip, load_picture
 from condition import padded, with_mask
 from manifests import Item
 from memory import WHOLE, Memory
 from stream import Mixture
 from text_encoder import clean_prompt
+from workers import Decoders
 
 CACHE_VERSION = 3  # to be raised when what is made of a file changes, so that old caches are not taken for new ones
 
@@ -44,21 +46,8 @@ def digest_of(tensors: dict[str, Tensor]) -> str:
 
 def digests(files: Sequence[Path], threads: int = 8) -> list[str]:
     """A hash of each file's content: 32 hexadecimal digits."""
-
-    def digest(path):
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
     with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(digest, files))
-
-
-def survey(items: Sequence[Item], spec: ClipSpec) -> tuple[list[Probe], list[str]]:
-    """Opens every file once: what it holds, and a hash of it. DataError names all that cannot be used."""
-    files = [[path for path in (item.path, item.first_frame, item.last_frame) if path is not None] for item in items]
-    found = iter(digests([path for paths in files for path in paths]))
-    contents = ["/".join(next(found) for _ in paths) for paths in files]
-    return probe_all(items, spec, progress=True), contents
+        return list(pool.map(decode.file_digest, files))
 
 
 def cache_key(**parts) -> str:
@@ -69,7 +58,7 @@ def cache_key(**parts) -> str:
 
 def sample_key(digest: str, encoders: str, found: Probe, spec: ClipSpec, clip: Variant) -> str:
     """The key of one clip. Rates matter to videos only, and of the clip's neighbours nothing does."""
-    rate = None if found.source_fps is None else str(spec.fps)
+    rate = str(spec.fps) if found.timeline else None
     size = [clip.length, clip.height, clip.width]
     return cache_key(kind="sample", file=digest, encoders=encoders, size=size, fps=rate, start=clip.start)
 
@@ -86,7 +75,7 @@ class LatentDataset:
     whole, and carry a hash of their content; so jobs may fill and read one folder at once, and be killed, and all that
     is lost is work.
 
-        found              survey(items, spec), which may have been made on another rank
+        found              the items' probes, and the hashes of their files: see data.survey
         vae                encode(video) -> (C, F, H, W), .config, .spatial, .temporal
         encode_text        prompts -> as many (L, text_dim), one by one: in batches, the rounding of a text would depend
                            on which others the cache lacked. Gets captions that the cache lacks
@@ -146,14 +135,14 @@ class LatentDataset:
                 entries.setdefault(file, (i, variant))
         return entries
 
-    def make_sample(self, index: int, variant: int) -> dict[str, Tensor]:
+    def make_sample(self, index: int, variant: int, reader=decode) -> dict[str, Tensor]:
         """The tensors of one clip: "latents"; for some models "condition", the latents of its first (and last) frame
         and grey between, and "image", the CLIP features of these frames."""
         item = self.items[index]
         parameter = next(self.vae.parameters())
-        clip = load_clip(item, self.probes[index], self.spec, variant).to(parameter.device, parameter.dtype)
+        clip = load_clip(item, self.probes[index], self.spec, variant, reader).to(parameter.device, parameter.dtype)
         first, last = (  # (3, 1, H, W) each
-            frame if path is None else load_picture(path, frame.shape[2:]).to(frame)
+            frame if path is None else load_picture(path, frame.shape[2:], reader).to(frame)
             for path, frame in ((item.first_frame, clip[:, :1]), (item.last_frame, clip[:, -1:]))
         )
         last = last if self.conditioned == "first-last" else None
@@ -203,10 +192,11 @@ class LatentDataset:
             write_entry(file, texts[file][0], lambda: {"text": next(states)})
         for _ in states:
             pass
-        with memory.using(*(module for module in (self.vae, self.image_encoder) if module is not None)):
+        encoders = (module for module in (self.vae, self.image_encoder) if module is not None)
+        with memory.using(*encoders), Decoders(1, threads=4) as decoders:
             for file in tqdm(clips, "encoding clips", disable=rank != 0 or not clips):
                 i, variant = samples[file]
-                write_entry(file, str(self.items[i].path), self.make_sample, i, variant)
+                write_entry(file, str(self.items[i].path), self.make_sample, i, variant, decoders)
         barrier()
         if lost := [file for files in lacking for file in files if not file.exists()]:
             raise RuntimeError(

@@ -4,8 +4,6 @@ Letters: T frames, H and W height and width in pixels, 3 the colours R, G, B. Cl
 """
 
 import math
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -15,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
-from tqdm import tqdm
 
+import decode
+from decode import Source, Timeline
 from manifests import DataError, Item
 from stream import generator
-from video import count_frames, decode_image, decode_video, upright_rgb
 
 CLIPS = ("random", "center", "start", "all")
 BAND = 0.85  # of --tokens: the least that a clip made for it may have
@@ -99,10 +97,9 @@ class Variant:
 
 @dataclass(frozen=True)
 class Probe:
-    """What a file holds and which clips a ClipSpec takes of it. An image has one frame and no rates."""
+    """What a file holds and which clips a ClipSpec takes of it. An image has one frame and no timeline."""
 
-    source_frames: int
-    source_fps: Fraction | None
+    timeline: Timeline | None
     width: int  # of the upright picture, before scaling
     height: int
     frames: int  # after bringing the file to the model's rate
@@ -114,48 +111,36 @@ def whole_length(frames: int) -> int:
     return (frames - 1) // 4 * 4 + 1
 
 
-def probe(item: Item, spec: ClipSpec) -> Probe:
-    """Looks into a file and proves that the frames which `spec` needs can be decoded.
+def probe(item: Item, spec: ClipSpec, reader=decode) -> Probe:
+    """Looks into a file and proves that the frames which `spec` needs can be decoded, by `reader`: the module decode,
+    or Decoders of workers.py. Raises DataError, naming the file, where it is missing, damaged, or too small."""
+    found = plan(item, reader.inspect(item.path, item.kind), spec)
+    if found.timeline:
+        reader.prove(item.path, needed(found, spec), found.timeline)
+    return found
 
-    A rate is an exact fraction, so 65 frames at 16 fps stay 65. Raises DataError, naming the file, where it is
-    missing, damaged, cut short, or too small.
-    """
-    if not item.path.is_file():
-        raise DataError(f"{item.path}: no such file")
-    if item.kind == "image":
-        height, width, _ = decode_image(item.path).shape
-        return Probe(1, None, width, height, 1, variants(item.path, 1, height, width, spec))
 
-    source_frames, source_fps = count_frames(item.path)
-    frames = max(1, math.floor(source_frames * spec.fps / source_fps))
-    if frames < spec.min_frames:
+def plan(item: Item, source: Source, spec: ClipSpec) -> Probe:
+    """Which clips `spec` takes of a file that holds `source`. Raises DataError where it is too short or too small."""
+    frames = source.timeline.frames_at(spec.fps) if source.timeline else 1
+    if source.timeline and frames < spec.min_frames:
         raise DataError(
-            f"{item.path}: {source_frames} frames at {source_fps} fps are {frames} at {spec.fps}, and --min-frames "
-            f"asks for {spec.min_frames}"
+            f"{item.path}: {source.timeline.frames} frames at {source.timeline.rate} fps are {frames} at {spec.fps}, "
+            f"and --min-frames asks for {spec.min_frames}"
         )
-    height, width, _ = next(upright_rgb(frame) for frame in decode_video(item.path, [0])).shape
-    found = Probe(source_frames, source_fps, width, height, frames, variants(item.path, frames, height, width, spec))
-    last = max(variant.start + variant.length for variant in found.variants) - 1
-    for _ in decode_video(item.path, [source_index(last, source_fps, spec.fps)]):
-        pass  # a file that is cut short fails here, and not in the middle of a run
-    return found
+    clips = variants(item.path, frames, source.height, source.width, spec)
+    return Probe(source.timeline, source.width, source.height, frames, clips)
 
 
-def probe_all(items: Sequence[Item], spec: ClipSpec, threads: int = 8, progress: bool = False) -> list[Probe]:
-    """Probes every item. Raises one DataError that lists all the files at fault, so they are mended in one go."""
-
-    def attempt(item):
-        try:
-            return probe(item, spec)
-        except DataError as error:
-            return error
-
-    with ThreadPoolExecutor(threads) as pool:
-        found = pool.map(attempt, items)
-        found = list(tqdm(found, "reading files", len(items), disable=not progress))
-    if errors := list(dict.fromkeys(str(error) for error in found if isinstance(error, DataError))):
-        raise DataError("\n  ".join([f"{len(errors)} of the data's files cannot be used:", *errors]))
-    return found
+def needed(found: Probe, spec: ClipSpec) -> list[tuple[int, int]]:
+    """The frames of a video that its clips need: (first, last) of stretches that do not meet, in the file's order."""
+    stretches = []
+    for start, end in sorted({(clip.start, clip.start + clip.length - 1) for clip in found.variants}):
+        first, last = found.timeline.indices((start, end), spec.fps)
+        if stretches and first <= stretches[-1][1] + 1:
+            first, last = stretches[-1][0], max(last, stretches.pop()[1])
+        stretches.append((first, last))
+    return stretches
 
 
 # ---- Variants
@@ -256,7 +241,7 @@ def ladder(low: int, high: int, steps: int) -> list[int]:
 # ---- Pixels
 
 
-def load_clip(item: Item, found: Probe, spec: ClipSpec, variant: int = 0) -> Tensor:
+def load_clip(item: Item, found: Probe, spec: ClipSpec, variant: int = 0, reader=decode) -> Tensor:
     """Variant `variant` of a file as (3, T, H, W) float32 in [-1, 1], with `found` = probe(item, spec).
 
     Frame k shows what a viewer sees k / fps seconds into the clip. Each frame is scaled as soon as it is decoded, so
@@ -264,21 +249,15 @@ def load_clip(item: Item, found: Probe, spec: ClipSpec, variant: int = 0) -> Ten
     """
     clip = found.variants[variant]
     size = clip.height, clip.width
-    if item.kind == "image":
-        return fit(decode_image(item.path), size)[:, None]
-    frames = range(clip.start, clip.start + clip.length)
-    indices = [source_index(k, found.source_fps, spec.fps) for k in frames]
-    return torch.stack([fit(upright_rgb(frame), size) for frame in decode_video(item.path, indices)], dim=1)
+    if not found.timeline:
+        return load_picture(item.path, size, reader)
+    indices = found.timeline.indices(range(clip.start, clip.start + clip.length), spec.fps)
+    return torch.stack([fit(picture, size) for picture in reader.frames(item.path, indices, found.timeline)], dim=1)
 
 
-def load_picture(path: Path, size: tuple[int, int]) -> Tensor:
+def load_picture(path: Path, size: tuple[int, int], reader=decode) -> Tensor:
     """A picture file, scaled to cover size = (H, W) and cut at its centre: (3, 1, H, W) in [-1, 1]."""
-    return fit(decode_image(path), size)[:, None]
-
-
-def source_index(k: int, source_fps: Fraction, fps: Fraction) -> int:
-    """The source frame on screen when frame k of the model's rate is due, at k / fps seconds."""
-    return math.floor(k * source_fps / fps)
+    return fit(reader.picture(path), size)[:, None]
 
 
 def fit(picture: np.ndarray, size: tuple[int, int]) -> Tensor:

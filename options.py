@@ -70,9 +70,10 @@ def value_type(hint):
 
 
 def comments(cls) -> dict[str, str]:
-    """Each field's comment, with its continuation lines, read from the class's source."""
+    """Each field's comment, with its continuation lines, read from the source of the class and its bases."""
     found, field = {f.name: "" for f in dataclasses.fields(cls)}, None
-    for line in inspect.getsource(cls).splitlines():
+    sources = [inspect.getsource(base) for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base)]
+    for line in "\n".join(sources).splitlines():
         code, _, comment = line.partition("  # ")
         if match := re.match(r"    (\w+): ", code):
             field = match[1] if match[1] in found else None

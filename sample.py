@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+import decode
 import demo
 import lora
 import parallel
@@ -35,7 +36,7 @@ from presets import PRESETS, Preset, Sampling
 from text_encoder import UMT5_CONFIGS, Tokenizer, UMT5Encoder, encode_prompts
 from tiles import TiledVAE
 from vae import VAE_CONFIGS, WanVAE
-from video import contact_sheet, decode_image, read_mp4, write_mp4
+from video import contact_sheet, read_mp4, write_mp4
 from weights import expert_path, load_weights
 
 ASSETS = Path(__file__).resolve().parent / "assets"
@@ -154,7 +155,7 @@ def request_of(row: dict, condition: str) -> Request:
             f"this model takes {names}; the prompt {row['prompt']!r} has "
             f"{' and '.join(sorted(given)).replace('_', '-') or 'none'}"
         )
-    return Request(row["prompt"], **{name: decode_image(Path(row[name]).expanduser()) for name in given})
+    return Request(row["prompt"], **{name: decode.picture(Path(row[name]).expanduser()) for name in given})
 
 
 def demo_requests(preset: Preset) -> list[Request]:

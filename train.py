@@ -27,10 +27,10 @@ from tqdm import tqdm
 
 import batch
 import cache
+import data
 import demo
 import flow
 import lora
-import manifests
 import parallel
 import parity
 import resume
@@ -38,19 +38,16 @@ import sample
 import stream
 import watch
 import weights
-from clips import ClipSpec
 from lora_formats import read_lora
 from memory import Memory
 from model import CONFIGS, WanDiT
 from options import exit_with, parse
 from presets import PRESETS
-from vae import VAE_CONFIGS
 
 
 @dataclass(frozen=True)
-class Config:
-    # What to train
-    model: str = "demo"  # preset, see CONFIGS in model.py
+class Config(data.DataOptions):  # which model, on which data: see there
+    # Its weights
     checkpoint: str = ""  # weights to start from: a file, a folder, or "scratch"; empty: the demo's, or scratch
     low_checkpoint: str = ""  # of the low-noise expert, where --checkpoint is the high-noise one's
     vae: str = ""  # weights of the VAE; empty: the demo's
@@ -65,28 +62,7 @@ class Config:
     lora_targets: str = lora.TARGETS  # the blocks' linear layers whose names end so, separated by commas
     lora: str = ""  # adapters to go on from: a LoRA file of the same rank, alpha and targets
     lora_dropout: float = 0.0  # share of an adapter's inner numbers that a token trains without
-    # On what
-    data: tuple[str, ...] = ()  # folders or manifests (json, jsonl, csv), each with a weight or none, as in a.json:3
-    # b/:1, for draws in that ratio; without weights an epoch is every item once; empty: the demo set, written on first
-    # use
-    cache: str = "cache"  # folder of encoded latents and text, shared by all ranks; off: encode what each step
-    # needs
-    height: int = 0  # pixels; with --width. Files are scaled to cover the size and cut at the centre
-    width: int = 0  # pixels
-    max_area: int = 0  # instead of height and width: keep each file's aspect, at most so many pixels
-    min_area: int = 0  # with --max-area: each draw takes one of --sizes areas between the two
-    tokens: int = 0  # instead: keep the aspect, and each draw takes one of --sizes pairs of length and size whose clips
-    # have 85 % of so many tokens to all of it; images are one frame as large as fits
-    sizes: int = 4  # of each file with --min-area, at most so many with --tokens. Each is encoded and kept
-    upscale: bool = False  # enlarge files that --max-area, --min-area or --tokens leave room for
-    frames: int = 17  # at most so many frames of a video, 4n + 1; a shorter one gives the largest 4n + 1 that it has
-    min_frames: int = 1  # refuse videos with fewer frames, at the model's rate; --tokens makes no shorter clips
-    fps: int = 0  # videos are brought to this rate; 0: the model's own, 16 or 24
-    clip: Literal["random", "center", "start", "all"] = "random"  # the windows of a video; each draw takes one. random:
-    # --clips of them, one in each of as many equal parts of the file, drawn by its name; center, start: that one; all:
-    # one every --stride frames, as many as there are
-    clips: int = 4  # windows of one video with --clip random. Each is encoded and kept, at each of the sizes
-    stride: int = 0  # frames from one window to the next with --clip all; 0: a window's length, so none overlap
+    # How it is encoded
     vae_tile: int = 0  # edge of the VAE's tiles, in latents (of 8 x 8 pixels, 16 x 16 in Wan 2.2); 0: whole frames
     vae_overlap: int = 8  # of tiles, in latents
     # How long, and from which random numbers
@@ -428,10 +404,7 @@ def settle(config: Config) -> Config:
     if config.model not in PRESETS:
         raise ValueError(f"--model {config.model} is none of {', '.join(PRESETS)}")
     preset = PRESETS[config.model]
-    how, given = preset.sampling, {}
-    if not (config.height or config.width or config.max_area or config.tokens):
-        given |= {"height": how.height, "width": how.width}
-    given |= {"fps": config.fps or how.fps, "shift": config.shift or how.shift}
+    given = data.settled(config) | {"shift": config.shift or preset.sampling.shift}
     if preset.demo and config.model != "demo":
         given["checkpoint"] = config.checkpoint or "scratch"
     if preset.boundary:
@@ -470,37 +443,28 @@ def check(config: Config) -> dict[str, str]:
     if config.trainable or config.lora_rank:
         with torch.device("meta"):
             freeze(WanDiT(CONFIGS[config.model]), config)
-    clip_spec(config)
+    data.clip_spec(config)
     return paths
-
-
-def clip_spec(config: Config) -> ClipSpec:
-    wan, vae = CONFIGS[config.model], VAE_CONFIGS[PRESETS[config.model].vae]
-    options = {name: value for name, value in vars(config).items() if name in ClipSpec.__dataclass_fields__}
-    return ClipSpec(**options, multiple=vae.spatial * wan.patch_size[1])
 
 
 def load_dataset(config: Config, paths: dict[str, str], components, layout, folder: str = "") -> cache.LatentDataset:
     """Look into every file (rank 0, once), then encode what the cache lacks (all ranks, each its part). folder: instead
     of --data."""
     entries = [folder] if folder else config.data or [str(layout.on_rank_0(demo.write_demo_set, "demo_data"))]
-    folders, ratio = stream.split_weights(entries)
-    parts, spec = [manifests.read_items(path) for path in folders], clip_spec(config)
-    items, mixture = sum(parts, []), stream.Mixture(tuple(map(len, parts)), ratio)
-    survey = layout.on_rank_0(cache.survey, items, spec)
+    survey = layout.on_rank_0(data.survey, config, entries)
     text_files = [*weights.weight_files(Path(paths["text_encoder"]).expanduser()), Path(paths["tokenizer"])]
     text_key = " ".join(layout.on_rank_0(cache.digests, text_files))
     dataset = cache.LatentDataset(
-        items,
-        spec,
-        survey,
+        survey.items,
+        data.clip_spec(config),
+        (survey.probes, survey.digests),
         components.vae,
         components.encode_text,
         text_key,
         config.cache,
         PRESETS[config.model].condition,
         components.image_encoder,
-        mixture,
+        survey.mixture,
     )
     dataset.fill(layout.rank, layout.world, layout.barrier, layout.on_rank_0)
     return dataset

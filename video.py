@@ -1,15 +1,9 @@
-"""Files in, pixels out, and back: decoding of videos and images, mp4 files, pictures and contact sheets.
+"""Pixels out: mp4 files, pictures and contact sheets; and back, for files written here.
 
 Letters: T frames, H and W height and width in pixels, 3 the colours R, G, B. Clips are float32 in [-1, 1].
-
-Everything is decoded by PyAV, from the first frame onwards and never after a seek: behind a seek, or a skip that is
-carried out as one, decoders count wrongly in ordinary files (HEVC with open groups of pictures, AVI without time
-stamps) and hand out neighbouring frames without a word.
 """
 
-import io
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 
@@ -18,89 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
-
-from manifests import DataError
-
-# How much earlier than its header says a file may end; containers round durations, and audio ends on its own frames.
-HEADER_SLACK = Fraction(1, 4)  # seconds
-
-
-@contextmanager
-def naming(path: Path):
-    """Turns whatever goes wrong with reading `path` into a DataError that names it."""
-    try:
-        yield
-    except (av.FFmpegError, OSError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
-
-
-def video_stream(container, path: Path):
-    if not container.streams.video:
-        raise DataError(f"{path}: holds no video stream")
-    return container.streams.video[0]
-
-
-def count_frames(path: Path) -> tuple[int, Fraction]:
-    """The frames in a video file and their exact average rate.
-
-    Packets are counted, without decoding, because headers may name no count or a wrong one. Where the packets of all
-    streams end well before the header's duration, the file was cut short (an interrupted download or copy).
-    """
-    count, end = 0, Fraction(0)
-    with naming(path), av.open(str(path)) as container:
-        stream = video_stream(container, path)
-        for packet in container.demux():
-            if not packet.size:
-                continue  # the demuxer's end-of-stream mark
-            at = packet.dts if packet.pts is None else packet.pts
-            if at is not None:
-                end = max(end, (at + (packet.duration or 0)) * packet.time_base)
-            count += packet.stream is stream and not packet.is_discard
-        rate = stream.average_rate
-        end -= Fraction(container.start_time or 0, av.time_base)
-        promised = Fraction(container.duration or 0, av.time_base)
-    if end < promised - HEADER_SLACK:
-        raise DataError(f"{path}: cut short: it ends at {float(end):.2f} of its {float(promised):.2f} seconds")
-    if not count or not rate:
-        raise DataError(f"{path}: {count} frames at rate {rate}, so it is no video")
-    return count, rate
-
-
-def decode_video(path: Path, indices: Sequence[int]) -> Iterator[av.VideoFrame]:
-    """Yields the frames at `indices` (ascending, repeats allowed), in display order and counted from 0."""
-    decoded, wanted = 0, 0
-    with naming(path), av.open(str(path)) as container:
-        stream = video_stream(container, path)
-        stream.thread_type = "AUTO"
-        for frame in container.decode(stream):
-            while indices[wanted] == decoded:
-                if frame.is_corrupt:
-                    raise DataError(f"{path}: frame {decoded} is damaged")
-                yield frame
-                wanted += 1
-                if wanted == len(indices):
-                    return
-            decoded += 1
-    raise DataError(f"{path}: frame {indices[wanted]} is needed, but only {decoded} frames decode")
-
-
-def upright_rgb(frame: av.VideoFrame) -> np.ndarray:
-    """(h, w, 3) uint8, turned as the file's display matrix asks (phones film sideways and say so there). Only
-    quarter turns: PyAV does not say whether a picture is mirrored, so the rare JPEG with such an EXIF orientation is
-    not put right."""
-    return np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
-
-
-def decode_image(path: Path) -> np.ndarray:
-    """A still picture as upright (h, w, 3) uint8; transparent parts lie over white, grey becomes R = G = B."""
-    with naming(path), av.open(io.BytesIO(path.read_bytes())) as container:  # of a path, %d would be a pattern
-        video_stream(container, path)
-        for frame in container.decode(video=0):
-            rgba = frame.to_ndarray(format="rgba")
-            alpha = rgba[..., 3:] / np.float32(255)
-            flat = np.rint(rgba[..., :3] * alpha + 255 * (1 - alpha)).astype(np.uint8)
-            return np.rot90(flat, round(frame.rotation / 90))
-    raise DataError(f"{path}: holds no picture")
 
 
 def to_pixels(video: Tensor) -> np.ndarray:

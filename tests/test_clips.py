@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from test_video import SPEC, numbered, numbers, write_image, write_video
 
+import data
 import train
 from clips import BAND, ClipSpec, load_clip, probe, shapes, variants, windows
 from manifests import DataError, Item
@@ -21,7 +22,7 @@ def test_resampling(tmp_path, rate):
     path = write_video(tmp_path / "a.mp4", [numbered(i) for i in range(101)], rate)
     item, spec = Item(path, "", "video"), ClipSpec(height=96, width=128, frames=33, clip="start")
     found = probe(item, spec)
-    assert found.source_fps == rate and found.source_frames == 101
+    assert found.timeline.rate == rate and found.timeline.frames == 101
     assert found.frames == {24: 67, 30: 53, Fraction(24000, 1001): 67, 16: 101, 8: 202}[rate]
     assert numbers(load_clip(item, found, spec)) == [int(k * Fraction(rate) / 16) for k in range(33)]
 
@@ -191,7 +192,7 @@ def test_options_reach_the_spec():
     """Every option of train.py about clips and sizes is the spec's, and the 5B's patches are 32 pixels wide."""
 
     def spec(**options):
-        return train.clip_spec(train.settle(train.Config(**options)))
+        return data.clip_spec(train.settle(train.Config(**options)))
 
     options = dict(tokens=99, sizes=3, upscale=True, frames=33, min_frames=9, fps=20, clip="all", clips=2, stride=8)
     assert spec(model="wan2.2-ti2v-5b", **options) == ClipSpec(**options, multiple=32)

@@ -1,6 +1,5 @@
-"""Data: manifests, and the cache of latents."""
+"""The cache of latents, conditions and text states."""
 
-import json
 import threading
 from dataclasses import replace
 from fractions import Fraction
@@ -10,124 +9,9 @@ import pytest
 import torch
 from test_video import numbered, write_image, write_video
 
-from cache import LatentDataset, fingerprint, sample_key, survey, text_key, write_tensors
+from cache import LatentDataset, digests, fingerprint, sample_key, text_key, write_tensors
 from clips import ClipSpec, load_clip, probe
-from manifests import DataError, Item, read_items
-
-
-def write_pair(folder, name, caption="a shape"):
-    """An (empty) media file and its caption, for tests of manifests alone."""
-    (folder / name).touch()
-    (folder / name).with_suffix(".txt").write_text(caption)
-
-
-# ---- Manifests
-
-
-def test_folder(tmp_path):
-    """Folders: order, upper-case endings, subfolders, captions with a byte order mark; hidden files stay out."""
-    (tmp_path / "sub").mkdir()
-    write_pair(tmp_path, "b.MP4", "\ufeffa dog\n")
-    write_pair(tmp_path, "a.x.png", "ein Hündchen")
-    write_pair(tmp_path / "sub", "c.WebM", "汉字")
-    (tmp_path / "._b.mp4").touch()
-    (tmp_path / "README.md").touch()
-    found = [(item.path.name, item.caption, item.kind) for item in read_items(tmp_path)]
-    assert found == [("a.x.png", "ein Hündchen", "image"), ("b.MP4", "a dog", "video"), ("c.WebM", "汉字", "video")]
-
-
-def test_folder_errors(tmp_path):
-    """A missing or empty caption, an ending that is not read, and an empty folder are errors that name the file."""
-    with pytest.raises(DataError, match="holds no files"):
-        read_items(tmp_path)
-    (tmp_path / "a.mp4").touch()
-    with pytest.raises(DataError, match=r"a\.mp4: needs its caption in a\.txt"):
-        read_items(tmp_path)
-    (tmp_path / "metadata.json").write_text("[]")
-    with pytest.raises(DataError, match="metadata.json as --data"):
-        read_items(tmp_path)
-    (tmp_path / "a.txt").write_text(" \n")
-    with pytest.raises(DataError, match=r"a\.txt: the caption is empty"):
-        read_items(tmp_path)
-    (tmp_path / "a.txt").write_text("a dog")
-    write_pair(tmp_path, "b.gif")
-    with pytest.raises(DataError, match=r"b\.gif: has a caption, but \.gif is none of"):
-        read_items(tmp_path)
-    with pytest.raises(DataError, match="no such file or folder"):
-        read_items(tmp_path / "elsewhere")
-
-
-def test_manifests_agree(tmp_path, monkeypatch):
-    """The same rows as JSON, JSONL and CSV give the same items: relative, absolute and ~ paths, captions that look like
-    numbers or missing values, commas, quotes, line breaks, and a byte order mark."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    folder = tmp_path / "my clips"
-    folder.mkdir()
-    for name in ("a.mp4", "b.PNG", "c.webm", "d.jpg"):
-        (folder / name).touch()
-    paths = ["my clips/a.mp4", str(folder / "b.PNG"), "~/my clips/c.webm", "../" + tmp_path.name + "/my clips/d.jpg"]
-    captions = ["NA", "null", "123", 'two "lines",\nand \u2028 a comma']
-    kinds = ["video", "image", "video", "image"]
-    rows = [
-        {"file_path": path, "text": text, "type": kind, "width": 8, "height": 8}
-        for path, text, kind in zip(paths, captions, kinds, strict=True)
-    ]
-    (tmp_path / "m.json").write_text("\ufeff" + json.dumps(rows), encoding="utf-8")
-    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-    (tmp_path / "m.jsonl").write_text("\n".join(["\ufeff" + lines[0], lines[1], "", *lines[2:], ""]), encoding="utf-8")
-    cells = ['"' + text.replace('"', '""') + '"' for text in captions]
-    for column, mark in (("video", ""), ("image", "\ufeff")):
-        table = [f"{column},prompt", *(f"{path},{cell}" for path, cell in zip(paths, cells, strict=True))]
-        (tmp_path / f"{column}.csv").write_text(mark + "\r\n".join(table), encoding="utf-8", newline="")
-    for name in ("m.json", "m.jsonl", "video.csv", "image.csv"):
-        items = read_items(tmp_path / name)
-        assert [item.caption for item in items] == captions, name
-        assert [item.kind for item in items] == kinds, name
-        assert [item.path.resolve() for item in items] == sorted(folder.iterdir()), name
-
-
-@pytest.mark.parametrize(
-    "row, message",
-    [
-        ({"file_path": "a.mp4"}, "row 2: needs one caption"),
-        ({"file_path": "a.mp4", "text": ""}, "row 2: needs one caption"),
-        ({"file_path": "a.mp4", "text": None}, "row 2: needs one caption"),
-        ({"file_path": "a.mp4", "text": "  "}, "row 2: the caption is empty"),
-        ({"file_path": "a.mp4", "text": 5}, "row 2: the caption is 5 and not text"),
-        ({"file_path": "a.mp4", "caption": "x"}, "row 2: unknown column 'caption'; known are file_path"),
-        ({"file_path": "b.mp4", "text": "x"}, r"row 2: no such file: .*b\.mp4"),
-        ({"text": "x"}, "row 2: needs one path"),
-        ({"video": "a.mp4", "image": "a.mp4", "text": "x"}, "row 2: needs one path"),
-        ({"file_path": "m.json", "text": "x"}, "row 2: m.json is none of"),
-        ({"file_path": "a.mp4", "text": "x", "type": "image"}, "row 2: type is 'image', but"),
-        ("a.mp4", "row 2: is not an object"),
-    ],
-)
-def test_row_errors(tmp_path, row, message):
-    """Whatever is wrong with a manifest is told with the row's number, not by a KeyError or a silent default."""
-    (tmp_path / "a.mp4").touch()
-    (tmp_path / "m.json").write_text(json.dumps([{"file_path": "a.mp4", "text": "fine"}, row]))
-    with pytest.raises(DataError, match=message):
-        read_items(tmp_path / "m.json")
-
-
-def test_file_errors(tmp_path):
-    """Files that are no JSON, JSONL, CSV or UTF-8 at all are named with the line at fault."""
-    for name, content, message in [
-        ("a.json", b"{", "a.json: not JSON"),
-        ("b.json", b"{}", "b.json: is not a list"),
-        ("c.jsonl", b'{"file_path": 1}\n{', "c.jsonl, line 2: not JSON"),
-        ("d.csv", b"video,prompt\nx.mp4\n", "d.csv, row 1: needs one caption"),
-        ("e.csv", b"video,prompt\nx.mp4,a,b\n", "e.csv, row 1: unknown column"),
-        ("f.csv", b"video,prompt\nx.mp4,\xff\n", "f.csv: not a UTF-8"),
-        ("g.parquet", b"", "g.parquet: neither a folder nor"),
-    ]:
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(DataError, match=message):
-            read_items(tmp_path / name)
-
-
-# ---- The cache
+from manifests import Item
 
 
 class ToyVAE(torch.nn.Module):
@@ -172,7 +56,8 @@ TOY_SPEC = ClipSpec(height=32, width=64, frames=9, clip="all")
 
 
 def make_dataset(items, cache, log, **options):
-    data = LatentDataset(items, TOY_SPEC, survey(items, TOY_SPEC), ToyVAE(log), ToyText(log), "text-1", cache)
+    found = [probe(item, TOY_SPEC) for item in items], digests([item.path for item in items])
+    data = LatentDataset(items, TOY_SPEC, found, ToyVAE(log), ToyText(log), "text-1", cache)
     data.fill(**options)
     return data
 

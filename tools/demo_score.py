@@ -18,7 +18,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from demo import COLOURS, DIRECTIONS, SHAPES, Scene, coverage, parse_caption
-from video import count_frames, decode_video, upright_rgb
+from video import read_mp4
 
 KINDS = ("colour", "shape", "direction")
 CONTRAST = 0.2  # least RGB distance between shape and ground; the nearest pair, green on grey, has 0.5
@@ -81,12 +81,6 @@ def score(video: np.ndarray, expected: Scene) -> dict[str, bool]:
     return {kind: seen[kind] == getattr(expected, kind) for kind in KINDS}
 
 
-def read_mp4(path: Path) -> np.ndarray:
-    """(3, T, H, W) in [-1, 1]."""
-    frames = [upright_rgb(frame) for frame in decode_video(path, range(count_frames(path)[0]))]
-    return np.moveaxis(np.stack(frames) / 127.5 - 1, -1, 0)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Score the demo's videos against their prompts.")
     parser.add_argument("folder", type=Path, help="videos NAME.mp4, each with its prompt in NAME.txt")
@@ -96,7 +90,7 @@ def main() -> None:
     right = dict.fromkeys(KINDS, 0)
     for path in videos:
         prompt = path.with_suffix(".txt").read_text().strip()
-        expected, seen = parse_caption(prompt), read_scene(read_mp4(path))
+        expected, seen = parse_caption(prompt), read_scene(read_mp4(path).numpy())
         wrong = [kind for kind in KINDS if seen[kind] != getattr(expected, kind)]
         for kind in set(KINDS) - set(wrong):
             right[kind] += 1
