@@ -133,13 +133,13 @@ def main(config: Config, observe=None) -> dict[str, "Part"]:
     # -- Data: files become latents and text states, each encoded once per job.
     components = sample.load_components(config, paths, layout, Memory(device=layout.device))
     dataset = load_dataset(config, paths, components, layout)
+    held_out = load_dataset(config, paths, components, layout, config.validation) if config.validation else None
     components.release_text_encoder()
 
     # -- Training, if this layout computes what one process does.
     if config.verify_layout or (config.verify_layout is None and not config.data):
         parity.verify_layout(fit, config, layout, dataset)
     run = Path("runs") / config.run
-    held_out = load_dataset(config, paths, components, layout, config.validation) if config.validation else None
     look = watch.Validation(config, len(dataset), held_out, components, layout, run)
     layout.on_rank_0(watch.first_batch, config, dataset, components.decode, run)
     return fit(config, layout, dataset, observe, look)
@@ -187,13 +187,14 @@ def fit(config: Config, layout, dataset, observe=None, look=None, blocks: int = 
             coming = ahead.submit(batch.step_packs, config, dataset, layout, step + 1)
             clock.lap("data")
             record = train_step(step, now, parts, config, layout, keeper, clock, observe)
-            record |= look(step + 1, parts) if look else {}
-            if layout.rank == 0:
-                log.write(record | keeper.news())
-                bar.set_postfix_str(watch.spell(record), refresh=False)
             last = (keeper.stopping or step + 1 == config.steps) and not blocks
             if last or (config.save_every and (step + 1) % config.save_every == 0):
                 keeper.save(step + 1, about)
+            if look and not keeper.stopping:
+                record |= look(step + 1, parts)
+            if layout.rank == 0:
+                log.write(record | keeper.news())
+                bar.set_postfix_str(watch.spell(record), refresh=False)
             if keeper.stopping:
                 break
     coming.cancel()

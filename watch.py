@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -71,15 +72,19 @@ class Log:
 
     def __init__(self, run: Path, first: int):
         run.mkdir(parents=True, exist_ok=True)
-        self.path = run / "metrics.jsonl"
+        self.path, self.first = run / "metrics.jsonl", first
         self.waiting: list[str] = []  # lines that could not be written yet
         lines = self.path.read_text(errors="replace").splitlines(keepends=True) if self.path.exists() else []
         write_text(self.path, "".join(line for line in lines if 0 < step_of(line) <= first))
-        self.board = None
-        if importlib.util.find_spec("tensorboard"):
-            from torch.utils.tensorboard import SummaryWriter
 
-            self.board = SummaryWriter(run / "tensorboard", purge_step=first + 1)
+    @cached_property
+    def board(self):
+        """TensorBoard's writer, opened when first written to; None where it is not installed."""
+        if not importlib.util.find_spec("tensorboard"):
+            return None
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(self.path.parent / "tensorboard", purge_step=self.first + 1)
 
     def write(self, record: dict):
         """Append a line. What a full disk does not take waits for the next step: training is worth more."""

@@ -39,7 +39,7 @@ def config(name: str, **options) -> train.Config:
     base = dict(checkpoint="scratch", vae="scratch", text_encoder="scratch", tokenizer="scratch", trace=True)
     base |= dict(warmup_steps=0, lr=0.01, lr_schedule="constant", max_grad_norm=0.1, caption_dropout=0.3)
     base |= dict(batch_size=4, steps=3, precision="fp64", sample=False, verify_layout=False, run=name)
-    return train.Config(**(base | options))
+    return train.settle(train.Config(**(base | options)))
 
 
 def made_up(even: bool = False):
