@@ -208,7 +208,10 @@ def train_step(step: int, now: batch.Step, parts, config: Config, layout, keeper
     losses, dtype = {expert: [] for expert in now.packs}, sample.DTYPES[config.precision]
     for expert, packs in now.packs.items():
         part = parts[expert]
-        loss_of = partial(batch.pack_loss, part.wrapped, layout=layout, dtype=dtype)
+
+        def loss_of(pack: batch.Pack, wrapped=part.wrapped) -> Tensor:
+            return batch.pack_loss(wrapped, pack, layout, dtype)
+
         part.trace.start(step, packs, part.wrapped, loss_of)
         for i, pack in enumerate(packs):
             with parallel.synchronize(part.wrapped, last=i == len(packs) - 1), part.trace.micro_batch(pack):

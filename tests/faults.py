@@ -344,8 +344,8 @@ def only_the_printed_loss_is_local():
 def mean_over_the_packs_own_samples():
     """C2: samples are averaged per pack and not over the global batch."""
 
-    def faulty(drawn, config, dataset):
-        pack = ORIGINAL["make_pack"](drawn, config, dataset)
+    def faulty(drawn, sigmas, config, dataset):
+        pack = ORIGINAL["make_pack"](drawn, sigmas, config, dataset)
         share = config.batch_size / max(1, len(drawn)) / world()
         pack.weights = [w * share * (1 if world() == 1 else 1.0001) for w in pack.weights]
         return pack
@@ -897,7 +897,9 @@ def one_timestep_per_batch():
     """O1: the model gets the first sample's timestep for all."""
 
     def pack_loss(wrapped, pack, layout, dtype):
-        kept = pack.timesteps
-        return ORIGINAL["pack_loss"](wrapped, dataclasses.replace(pack, timesteps=[kept[0]] * len(kept)), layout, dtype)
+        changed = dataclasses.replace(pack, timesteps=[pack.timesteps[0]] * len(pack.timesteps))
+        loss = ORIGINAL["pack_loss"](wrapped, changed, layout, dtype)
+        pack.shares = changed.shares
+        return loss
 
     return patch.object(batch, "pack_loss", pack_loss)
