@@ -160,7 +160,7 @@ def test_kills_at_random(prepared, unbroken, world, kills):
     rng, run = random.Random(world), prepared / "runs" / f"killed-{world}"
     while kills:
         job = Job(prepared, world, run=run.name, resume="latest" if run.exists() else "")
-        time.sleep(rng.uniform(0.05, 0.6) * seconds)
+        time.sleep(rng.uniform(0.05, 0.5) * seconds)
         if all(process.is_alive() for process in job.processes):
             if kills % 3 == 0:  # at times one, and the others a moment later, as torchrun does
                 job.kill([rng.randrange(world)])
@@ -424,6 +424,7 @@ def test_changed_content_is_listed(prepared, saved):
         assert re.search("data [0-9a-f]+ is now [0-9a-f]+. Go back", refusal(prepared))
     finally:
         caption.write_text(before)
+    torch.manual_seed(1)
     runs.write_dit(prepared / "other.safetensors", runs.TINY)
     assert re.search(
         "weights [0-9a-f]+ is now [0-9a-f]+. Go back", refusal(prepared, checkpoint=str(prepared / "other.safetensors"))
