@@ -296,7 +296,7 @@ def discard_damaged(files: Sequence[Path], threads: int = 8) -> None:
 
 def discard_orphans(cache_dir: Path, seconds: float = 24 * 3600) -> None:
     """Removes unfinished files that nobody is writing any more, by their age."""
-    for file in cache_dir.glob("*/*.tmp"):
+    for file in cache_dir.rglob("*.tmp"):
         with contextlib.suppress(FileNotFoundError):  # another job has been quicker
             if time.time() - file.stat().st_mtime > seconds:
                 file.unlink()

@@ -126,7 +126,7 @@ def examine(config: DataOptions, folders: Sequence[str]) -> Survey:
     items = [item for part in parts for item in part]
     stills = PRESETS[config.model].condition in ("", "first-latent")
 
-    records = Records(Path(config.cache).expanduser() / "survey.json")
+    records = Records(None if config.cache == "off" else Path(config.cache).expanduser() / "survey.json")
     try:
         outcomes = look_at(items, spec, records)
     finally:  # also what an interrupted survey has found is found
@@ -204,11 +204,11 @@ def usable(item: Item, outcomes: dict, spec: ClipSpec, stills: bool) -> tuple[Pr
 
 class Records:
     """What earlier surveys found, on disk: a hash of the rest in the first line, and JSON. A file that is damaged, or
-    of another version, is made anew."""
+    of another version, is made anew. Without a file nothing is kept."""
 
-    def __init__(self, file: Path):
+    def __init__(self, file: Path | None):
         self.file, self.known, self.changed = file, {}, False
-        if file.is_file():
+        if file is not None and file.is_file():
             digest, _, text = file.read_bytes().partition(b"\n")
             if digest == self.digest(text):
                 self.known = json.loads(text)
@@ -248,7 +248,7 @@ class Records:
         self.known[name] = record
 
     def write(self):
-        if self.changed:
+        if self.changed and self.file is not None:
             text = json.dumps(self.known).encode()
             self.file.parent.mkdir(parents=True, exist_ok=True)
             temporary = self.file.with_name(f"{self.file.name}.{os.getpid()}.tmp")

@@ -80,9 +80,10 @@ class Keeper:
     def __init__(self, run: Path, parts: dict, layout, keep: int):
         self.run, self.parts, self.layout, self.keep = run, parts, layout, keep
         # The writing threads meet in a group of their own: the order of their collectives is not the loop's.
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(days=2)) if layout.world > 1 else None
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(hours=1)) if layout.world > 1 else None
         self.thread = ThreadPoolExecutor(1)
-        self.writing: Future | None = None  # on rank 0 of why the save failed, "" if it did not
+        self.written: Future | None = None  # of the save under way: all ranks' states
+        self.finished: Future | None = None  # on rank 0: all else, and why it failed ("": it did not)
         self.failure = ""  # of the last save
         self.untold: list[str] = []  # failures that metrics.jsonl is to hear of
         self.told_to_stop = 0.0  # when
@@ -97,12 +98,11 @@ class Keeper:
             return
         state, rank = training_state(self.parts), self.layout.rank
         frozen = {expert: whole_weights(frozen_of(part), rank) for expert, part in self.parts.items()}
-        state = state if self.layout.rank == 0 else own_shards(state)
+        state = state if rank == 0 else own_shards(state)
         alone = self.layout.world == 1
-        written = dcp.async_save(state, checkpoint_id=partial / "state", process_group=self.group, no_dist=alone)
-        self.writing = written
-        if self.layout.rank == 0:
-            self.writing = self.thread.submit(self.finish, partial, written, frozen, {**record, "step": step})
+        self.written = dcp.async_save(state, checkpoint_id=partial / "state", process_group=self.group, no_dist=alone)
+        if rank == 0:
+            self.finished = self.thread.submit(self.finish, partial, self.written, frozen, {**record, "step": step})
 
     def prepare(self, partial: Path) -> str:
         """Rank 0's: an empty folder, or why there can be none."""
@@ -144,10 +144,14 @@ class Keeper:
 
     def settle(self):
         """Wait for the save under way; every rank calls, and then knows how it ended."""
-        if self.writing is not None:
-            wait([self.writing])
-            self.failure = self.layout.on_rank_0(self.writing.result)
-            self.writing = None
+        if self.written is None:
+            return
+        wait([self.written])
+        error = self.written.exception()
+        if error is not None and not isinstance(error, CheckpointException):
+            raise error  # not the disk's, of which all ranks hear: another rank is gone
+        self.failure = self.layout.on_rank_0(lambda: self.finished.result())
+        self.written = None
 
     # -- Stopping
 
@@ -168,12 +172,10 @@ class Keeper:
         self.handlers = {number: signal.signal(number, self.on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 
-    def __exit__(self, kind, *_):
+    def __exit__(self, kind, error, _):
         try:
-            if kind is None:
+            if kind is None or isinstance(error, ValueError | FloatingPointError):  # which every rank finds alike
                 self.settle()
-            elif self.writing is not None:  # what was well may yet become whole; other ranks are not waited for
-                wait([self.writing])
         finally:
             self.thread.shutdown()
             for number, handler in self.handlers.items():
