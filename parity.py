@@ -401,7 +401,7 @@ def check(options: Check) -> int:
     if options.data:
         paths = train.check(base)
         components = train.sample.load_components(base, paths, everyone, Memory(device=everyone.device))
-        dataset = Cropped(train.load_dataset(base, paths, components, everyone))
+        dataset = Cropped(train.encode.load_dataset(base, paths, components, everyone))
     compare = Comparison(train.fit, base, dataset, options.layers, everyone)
     compare.reference()
     shapes = [dataset.shape(i, v) for i in range(len(dataset)) for v in range(dataset.variants(i))]

@@ -27,15 +27,14 @@ from tqdm import tqdm
 
 import batch
 import cache
-import data
-import demo
+import encode
 import flow
 import lora
 import parallel
 import parity
 import resume
 import sample
-import stream
+import survey
 import watch
 import weights
 from lora_formats import read_lora
@@ -46,14 +45,10 @@ from presets import PRESETS
 
 
 @dataclass(frozen=True)
-class Config(data.DataOptions):  # which model, on which data: see there
-    # Its weights
+class Config(encode.EncodeOptions):  # which model, on which data, encoded with what: see there and in survey.py
+    # The model's weights
     checkpoint: str = ""  # weights to start from: a file, a folder, or "scratch"; empty: the demo's, or scratch
     low_checkpoint: str = ""  # of the low-noise expert, where --checkpoint is the high-noise one's
-    vae: str = ""  # weights of the VAE; empty: the demo's
-    text_encoder: str = ""  # weights of the umT5 encoder; empty: the demo's
-    tokenizer: str = ""  # SentencePiece file; empty: the demo's
-    image_encoder: str = ""  # weights of the CLIP vision tower, for Wan 2.1's image to video; empty: the demo's
     expert: Literal["", "high", "low", "both"] = ""  # of Wan 2.2's two: one, on its own range of noise, or both, each
     # sample going to the one whose noise it drew; empty: both
     trainable: str = ""  # regular expression: train the parameters whose names it finds, freeze the others
@@ -62,9 +57,6 @@ class Config(data.DataOptions):  # which model, on which data: see there
     lora_targets: str = lora.TARGETS  # the blocks' linear layers whose names end so, separated by commas
     lora: str = ""  # adapters to go on from: a LoRA file of the same rank, alpha and targets
     lora_dropout: float = 0.0  # share of an adapter's inner numbers that a token trains without
-    # How it is encoded
-    vae_tile: int = 0  # edge of the VAE's tiles, in latents (of 8 x 8 pixels, 16 x 16 in Wan 2.2); 0: whole frames
-    vae_overlap: int = 8  # of tiles, in latents
     # How long, and from which random numbers
     steps: int = 400  # optimizer steps
     batch_size: int = 32  # samples per optimizer step, over the whole job
@@ -132,8 +124,10 @@ def main(config: Config, observe=None) -> dict[str, "Part"]:
 
     # -- Data: files become latents and text states, each encoded once per job.
     components = sample.load_components(config, paths, layout, Memory(device=layout.device))
-    dataset = load_dataset(config, paths, components, layout)
-    held_out = load_dataset(config, paths, components, layout, config.validation) if config.validation else None
+    dataset = encode.load_dataset(config, paths, components, layout)
+    held_out = None
+    if config.validation:
+        held_out = encode.load_dataset(config, paths, components, layout, config.validation)
     components.release_text_encoder()
 
     # -- Training, if this layout computes what one process does.
@@ -402,10 +396,9 @@ def describe_non_finite(step, loss, norms, losses, packs, config, layout) -> str
 
 def settle(config: Config) -> Config:
     """The options with what follows from the model in place of what was not given."""
-    if config.model not in PRESETS:
-        raise ValueError(f"--model {config.model} is none of {', '.join(PRESETS)}")
+    given = survey.settled(config)
     preset = PRESETS[config.model]
-    given = data.settled(config) | {"shift": config.shift or preset.sampling.shift}
+    given["shift"] = config.shift or preset.sampling.shift
     if preset.demo and config.model != "demo":
         given["checkpoint"] = config.checkpoint or "scratch"
     if preset.boundary:
@@ -422,9 +415,7 @@ def check(config: Config) -> dict[str, str]:
     paths = sample.paths_for(config)
     if config.steps < 1 or config.batch_size < 1 or config.pack_tokens < 0:
         raise ValueError("--steps and --batch-size must be at least 1, --pack-tokens at least 0")
-    for path in stream.split_weights(config.data)[0]:
-        if not Path(path).expanduser().exists():
-            raise ValueError(f"--data {path}: no such file or folder")
+    survey.check(config)
     if not 0 <= config.ema < 1 or not 0 <= config.caption_dropout <= 1 or not 0 <= config.image_condition <= 1:
         raise ValueError(
             f"--ema {config.ema} must be in [0, 1), --caption-dropout {config.caption_dropout} and --image-condition "
@@ -444,31 +435,7 @@ def check(config: Config) -> dict[str, str]:
     if config.trainable or config.lora_rank:
         with torch.device("meta"):
             freeze(WanDiT(CONFIGS[config.model]), config)
-    data.clip_spec(config)
     return paths
-
-
-def load_dataset(config: Config, paths: dict[str, str], components, layout, folder: str = "") -> cache.LatentDataset:
-    """Look into every file (rank 0, once), then encode what the cache lacks (all ranks, each its part). folder: instead
-    of --data."""
-    entries = [folder] if folder else config.data or [str(layout.on_rank_0(demo.write_demo_set, "demo_data"))]
-    survey = layout.on_rank_0(data.survey, config, entries)
-    text_files = [*weights.weight_files(Path(paths["text_encoder"]).expanduser()), Path(paths["tokenizer"])]
-    text_key = " ".join(layout.on_rank_0(cache.digests, text_files))
-    dataset = cache.LatentDataset(
-        survey.items,
-        data.clip_spec(config),
-        (survey.probes, survey.digests),
-        components.vae,
-        components.encode_text,
-        text_key,
-        config.cache,
-        PRESETS[config.model].condition,
-        components.image_encoder,
-        survey.mixture,
-    )
-    dataset.fill(layout.rank, layout.world, layout.barrier, layout.on_rank_0)
-    return dataset
 
 
 def content(config: Config, dataset, layout) -> dict[str, str]:
