@@ -34,6 +34,7 @@ import parallel
 import parity
 import resume
 import sample
+import stream
 import survey
 import watch
 import weights
@@ -61,6 +62,8 @@ class Config(encode.EncodeOptions):  # which model, on which data, encoded with 
     steps: int = 400  # optimizer steps
     batch_size: int = 32  # samples per optimizer step, over the whole job
     pack_tokens: int = 0  # most tokens a rank takes in one pack (micro-batch); 0: its whole share of the batch in one
+    cost: Literal["flops", "fit"] = "flops"  # by which a step is divided evenly over ranks: flops: counted operations;
+    # fit: what passes of one block take on rank 0, timed at the start and kept with the run
     seed: int = 0  # of the order of samples, their clips, noise and timesteps, and of weights made from scratch
     # Optimizer
     optimizer: Literal["adamw", "sgd"] = "adamw"  # sgd (without momentum) shows errors that AdamW hides
@@ -161,9 +164,11 @@ def fit(config: Config, layout, dataset, observe=None, look=None, blocks: int = 
     """
     # -- Models, and where they were when the run was stopped.
     run = Path("runs") / config.run
+    cost = cost_of(config, run, dataset, layout)
     parts = {expert: build(config, expert, layout, blocks) for expert in experts_of(config)}
     warm_up(config, parts, layout, dataset)
-    about = describe_run(config, layout) | {"content": {} if blocks else content(config, dataset, layout)}
+    about = describe_run(config, layout) | {"cost": cost and dataclasses.asdict(cost)}
+    about["content"] = {} if blocks else content(config, dataset, layout)
     first = resume.begin(run, parts, about, layout)
     log = layout.on_rank_0(watch.Log, run, first)
     for expert, part in parts.items():
@@ -172,13 +177,13 @@ def fit(config: Config, layout, dataset, observe=None, look=None, blocks: int = 
     # -- Step by step.
     clock = watch.Stopwatch(layout.device)
     ahead = ThreadPoolExecutor(1)  # reads and noises the next step's samples meanwhile
-    coming = ahead.submit(batch.step_packs, config, dataset, layout, first)
+    coming = ahead.submit(batch.step_packs, config, dataset, layout, first, cost)
     bar = tqdm(range(first, config.steps), initial=first, total=config.steps, disable=bool(layout.rank or blocks))
     with resume.Keeper(run, parts, layout, config.keep) as keeper:
         for step in bar:
             clock.start()
             now = coming.result()
-            coming = ahead.submit(batch.step_packs, config, dataset, layout, step + 1)
+            coming = ahead.submit(batch.step_packs, config, dataset, layout, step + 1, cost)
             clock.lap("data")
             record = train_step(step, now, parts, config, layout, keeper, clock, observe)
             last = (keeper.stopping or step + 1 == config.steps) and not blocks
@@ -447,6 +452,20 @@ def content(config: Config, dataset, layout) -> dict[str, str]:
             path = " ".join(layout.on_rank_0(cache.digests, weights.weight_files(Path(path).expanduser())))
         hashes[f"{expert} weights".strip()] = path
     return hashes
+
+
+def cost_of(config: Config, run: Path, dataset, layout) -> stream.Cost | None:
+    """What a sample costs as rank 0 measures it, or None, by its operations. Clocks differ from run to run, and the
+    order of additions follows from the division of a step: so a resumed run goes on with what its checkpoint says."""
+    if config.cost == "flops":
+        return None
+    if kept := layout.on_rank_0(resume.kept_cost, run, config.resume):
+        return stream.Cost(**kept)
+    wan, dtype = CONFIGS[config.model], sample.DTYPES[config.precision]
+    clips = [(i, variant) for i in range(len(dataset)) for variant in range(dataset.variants(i))]
+    longest = max(batch.token_count(dataset.shape(*clip), wan) for clip in clips)
+    packs = stream.trial_packs(longest)
+    return layout.on_rank_0(lambda: stream.measure_cost(batch.block_pass(wan, layout.device, dtype), packs))
 
 
 def describe_run(config: Config, layout) -> dict:
