@@ -1,6 +1,7 @@
 """The packs of a step: samples drawn, read, noised and laid end to end; and the loss of a pack."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -47,18 +48,19 @@ class Step:
     idle: float  # share of the step that the average data-parallel rank waits for the busiest, by modelled cost
 
 
-def step_packs(config, dataset, layout, step: int) -> Step:
-    """A pure function of (config, data, step): every rank works out the whole assignment and builds its own part."""
-    return divide(
-        stream.draws(step, config.batch_size, config.seed, dataset, config.caption_dropout), config, dataset, layout
-    )
+def step_packs(config, dataset, layout, step: int, cost: stream.Cost | None = None) -> Step:
+    """A pure function of (config, data, step, cost): every rank works out the whole assignment and builds its own
+    part."""
+    drawn = stream.draws(step, config.batch_size, config.seed, dataset, config.caption_dropout)
+    return divide(drawn, config, dataset, layout, cost)
 
 
-def divide(drawn: list[stream.Draw], config, dataset, layout) -> Step:
-    """The samples of a step, by expert, over ranks and packs."""
+def divide(drawn: list[stream.Draw], config, dataset, layout, cost: stream.Cost | None = None) -> Step:
+    """The samples of a step, by expert, over ranks and packs. cost: of a sample; None: by its operations."""
     wan, sigmas = CONFIGS[config.model], sigmas_of(drawn, config)
-    tokens = [math.prod(dataset.shape(d.index, d.variant)[1:]) // math.prod(wan.patch_size) for d in drawn]
-    costs = [stream.sample_cost(n, wan.dim, wan.ffn_dim, wan.text_len) for n in tokens]
+    cost = cost or stream.flops_cost(wan.dim, wan.ffn_dim, wan.text_len)
+    tokens = [token_count(dataset.shape(d.index, d.variant), wan) for d in drawn]
+    costs = [cost(n) for n in tokens]
     result = Step({}, sigmas, routed(sigmas, config), sum(tokens), 0.0)
     loads = []
     for expert, numbers in result.experts.items():
@@ -72,6 +74,11 @@ def divide(drawn: list[stream.Draw], config, dataset, layout) -> Step:
         ]
     result.idle = stream.idle_share(loads)
     return result
+
+
+def token_count(shape: Sequence[int], wan: WanConfig) -> int:
+    """Of latents (C, F, H, W)."""
+    return math.prod(shape[1:]) // math.prod(wan.patch_size)
 
 
 def sigmas_of(drawn: list[stream.Draw], config) -> list[float]:

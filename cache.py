@@ -75,7 +75,7 @@ class LatentDataset:
     whole, and carry a hash of their content; so jobs may fill and read one folder at once, and be killed, and all that
     is lost is work.
 
-        found              the items' probes, and the hashes of their files: see data.survey
+        found              the items' probes, and the hashes of their files: see survey.Survey
         vae                encode(video) -> (C, F, H, W), .config, .spatial, .temporal
         encode_text        prompts -> as many (L, text_dim), one by one: in batches, the rounding of a text would depend
                            on which others the cache lacked. Gets captions that the cache lacks

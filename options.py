@@ -19,6 +19,7 @@ import difflib
 import inspect
 import re
 import sys
+import time
 import types
 import typing
 
@@ -91,4 +92,6 @@ def exit_with(program: str, error: Exception, rank: int):
     loss that is no number), rank 0 says; an error of one rank's own (RuntimeError, OSError) that rank says."""
     if rank == 0 or not isinstance(error, (ValueError, FloatingPointError)):
         print(f"{program}: {' '.join(str(error).split(chr(10)))}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(3)  # torchrun ends all as soon as one has ended, and rank 0 may yet have to say its line
     sys.exit(2)

@@ -34,7 +34,7 @@ from traces import Trace, pack_rows, row_ids
 __all__ = ["Trace", "Verdict", "diff", "pack_rows", "row_ids"]
 
 # Options that say how a run is computed and kept, and not what it is.
-LAYOUT_OPTIONS = {"sp", "ulysses", "ring", "shard", "precision", "recompute", "compile", "pack_tokens"}
+LAYOUT_OPTIONS = {"sp", "ulysses", "ring", "shard", "precision", "recompute", "compile", "pack_tokens", "cost"}
 KEEPING_OPTIONS = {
     "run",
     "steps",
@@ -338,6 +338,7 @@ def verify_layout(fit, config, layout, dataset, layers: int = 2):
         resume="",
         save_every=0,
         compile=False,
+        cost="flops",
         ema=0.0,
     )
     names = [f"{config.run}/verify/{name}" for name in ("one-process", "this-layout")]
@@ -401,7 +402,7 @@ def check(options: Check) -> int:
     if options.data:
         paths = train.check(base)
         components = train.sample.load_components(base, paths, everyone, Memory(device=everyone.device))
-        dataset = Cropped(train.load_dataset(base, paths, components, everyone))
+        dataset = Cropped(train.encode.load_dataset(base, paths, components, everyone))
     compare = Comparison(train.fit, base, dataset, options.layers, everyone)
     compare.reference()
     shapes = [dataset.shape(i, v) for i in range(len(dataset)) for v in range(dataset.variants(i))]

@@ -7,7 +7,7 @@
     runs/NAME/step-000100/model.safetensors      weights in official names, in the master dtype
     runs/NAME/step-000100/ema.safetensors        their moving average, with --ema
     runs/NAME/step-000100/lora.safetensors       instead, with --lora-rank; and ema-lora.safetensors
-    runs/NAME/step-000100/config.json            the step, and the options, content and layout that led to it
+    runs/NAME/step-000100/config.json            the step, and the options, content, layout and cost that led to it
     runs/NAME/step-000100/manifest.json          size and hash of each of its files, written last
 
 Of two experts each has its own state, and high-model.safetensors, high-ema.safetensors, low-model.safetensors, ... The
@@ -364,6 +364,12 @@ def begin(run: Path, parts: dict, record: dict, layout) -> int:
     layout.on_rank_0(open_run, run, folder, record)
     layout.on_rank_0(check_space, run, parts)
     return first
+
+
+def kept_cost(run: Path, which: str) -> dict[str, float] | None:
+    """The stream.Cost that the checkpoint which --resume names was trained with, if it was measured (--cost fit)."""
+    folder = find(run, which)
+    return json.loads((folder / "config.json").read_text()).get("cost") if folder else None
 
 
 def load(folder: Path, parts: dict, layout) -> int:

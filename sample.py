@@ -229,26 +229,33 @@ def place(module: nn.Module, load, layout: parallel.Layout, memory: Memory, bloc
     return memory.keep(module, blocks)
 
 
-def paths_for(config) -> dict[str, str]:
-    """The weights files that --checkpoint, --vae, --text-encoder, --tokenizer and --image-encoder name, the demo's
-    where it has them."""
+def encoder_paths(config) -> dict[str, str]:
+    """The weights files that --vae, --text-encoder, --tokenizer and --image-encoder name, the demo's where it has
+    them."""
     if config.model not in PRESETS:
         raise ValueError(f"--model {config.model} is none of {', '.join(PRESETS)}")
     preset = PRESETS[config.model]
     files = {"vae": "vae22.safetensors" if preset.vae == "demo-2.2" else "vae.safetensors"}
     files |= {"text_encoder": "text_encoder.safetensors", "tokenizer": "tokenizer.model"}
     files |= {"image_encoder": "clip.safetensors"} if preset.image_encoder else {}
-    files |= {"checkpoint": "dit.safetensors"}
-    paths = {}
-    for name, file in files.items():
-        shipped = str(ASSETS / file) if preset.demo and (name != "checkpoint" or config.model == "demo") else ""
-        paths[name] = getattr(config, name) or shipped
-        if not paths[name]:
-            hint = " (to train: PATH or scratch)" if name == "checkpoint" else ""
-            raise ValueError(f"--model {config.model} needs --{name.replace('_', '-')} PATH{hint}")
-        if paths[name] != "scratch" and not Path(paths[name]).expanduser().exists():
-            raise ValueError(f"--{name.replace('_', '-')} {paths[name]}: no such file or folder")
-    return paths
+    return {name: path_of(config, name, file if preset.demo else "") for name, file in files.items()}
+
+
+def paths_for(config) -> dict[str, str]:
+    """The same, and the file that --checkpoint names."""
+    shipped = "dit.safetensors" if config.model == "demo" else ""
+    return encoder_paths(config) | {"checkpoint": path_of(config, "checkpoint", shipped)}
+
+
+def path_of(config, name: str, shipped: str) -> str:
+    """What an option for weights names, or the file that is shipped for it; ValueError where there is none."""
+    flag, path = f"--{name.replace('_', '-')}", getattr(config, name) or (shipped and str(ASSETS / shipped))
+    if not path:
+        hint = " (to train: PATH or scratch)" if name == "checkpoint" else ""
+        raise ValueError(f"--model {config.model} needs {flag} PATH{hint}")
+    if path != "scratch" and not Path(path).expanduser().exists():
+        raise ValueError(f"{flag} {path}: no such file or folder")
+    return path
 
 
 def expert_checkpoint(config, expert: str) -> str:

@@ -27,8 +27,7 @@ from tqdm import tqdm
 
 import batch
 import cache
-import data
-import demo
+import encode
 import flow
 import lora
 import parallel
@@ -36,6 +35,7 @@ import parity
 import resume
 import sample
 import stream
+import survey
 import watch
 import weights
 from lora_formats import read_lora
@@ -46,14 +46,10 @@ from presets import PRESETS
 
 
 @dataclass(frozen=True)
-class Config(data.DataOptions):  # which model, on which data: see there
-    # Its weights
+class Config(encode.EncodeOptions):  # which model, on which data, encoded with what: see there and in survey.py
+    # The model's weights
     checkpoint: str = ""  # weights to start from: a file, a folder, or "scratch"; empty: the demo's, or scratch
     low_checkpoint: str = ""  # of the low-noise expert, where --checkpoint is the high-noise one's
-    vae: str = ""  # weights of the VAE; empty: the demo's
-    text_encoder: str = ""  # weights of the umT5 encoder; empty: the demo's
-    tokenizer: str = ""  # SentencePiece file; empty: the demo's
-    image_encoder: str = ""  # weights of the CLIP vision tower, for Wan 2.1's image to video; empty: the demo's
     expert: Literal["", "high", "low", "both"] = ""  # of Wan 2.2's two: one, on its own range of noise, or both, each
     # sample going to the one whose noise it drew; empty: both
     trainable: str = ""  # regular expression: train the parameters whose names it finds, freeze the others
@@ -62,13 +58,12 @@ class Config(data.DataOptions):  # which model, on which data: see there
     lora_targets: str = lora.TARGETS  # the blocks' linear layers whose names end so, separated by commas
     lora: str = ""  # adapters to go on from: a LoRA file of the same rank, alpha and targets
     lora_dropout: float = 0.0  # share of an adapter's inner numbers that a token trains without
-    # How it is encoded
-    vae_tile: int = 0  # edge of the VAE's tiles, in latents (of 8 x 8 pixels, 16 x 16 in Wan 2.2); 0: whole frames
-    vae_overlap: int = 8  # of tiles, in latents
     # How long, and from which random numbers
     steps: int = 400  # optimizer steps
     batch_size: int = 32  # samples per optimizer step, over the whole job
     pack_tokens: int = 0  # most tokens a rank takes in one pack (micro-batch); 0: its whole share of the batch in one
+    cost: Literal["flops", "fit"] = "flops"  # by which a step is divided evenly over ranks: flops: counted operations;
+    # fit: what passes of one block take on rank 0, timed at the start and kept with the run
     seed: int = 0  # of the order of samples, their clips, noise and timesteps, and of weights made from scratch
     # Optimizer
     optimizer: Literal["adamw", "sgd"] = "adamw"  # sgd (without momentum) shows errors that AdamW hides
@@ -132,8 +127,10 @@ def main(config: Config, observe=None) -> dict[str, "Part"]:
 
     # -- Data: files become latents and text states, each encoded once per job.
     components = sample.load_components(config, paths, layout, Memory(device=layout.device))
-    dataset = load_dataset(config, paths, components, layout)
-    held_out = load_dataset(config, paths, components, layout, config.validation) if config.validation else None
+    dataset = encode.load_dataset(config, paths, components, layout)
+    held_out = None
+    if config.validation:
+        held_out = encode.load_dataset(config, paths, components, layout, config.validation)
     components.release_text_encoder()
 
     # -- Training, if this layout computes what one process does.
@@ -167,9 +164,11 @@ def fit(config: Config, layout, dataset, observe=None, look=None, blocks: int = 
     """
     # -- Models, and where they were when the run was stopped.
     run = Path("runs") / config.run
+    cost = cost_of(config, run, dataset, layout)
     parts = {expert: build(config, expert, layout, blocks) for expert in experts_of(config)}
     warm_up(config, parts, layout, dataset)
-    about = describe_run(config, layout) | {"content": {} if blocks else content(config, dataset, layout)}
+    about = describe_run(config, layout) | {"cost": cost and dataclasses.asdict(cost)}
+    about["content"] = {} if blocks else content(config, dataset, layout)
     first = resume.begin(run, parts, about, layout)
     log = layout.on_rank_0(watch.Log, run, first)
     for expert, part in parts.items():
@@ -178,13 +177,13 @@ def fit(config: Config, layout, dataset, observe=None, look=None, blocks: int = 
     # -- Step by step.
     clock = watch.Stopwatch(layout.device)
     ahead = ThreadPoolExecutor(1)  # reads and noises the next step's samples meanwhile
-    coming = ahead.submit(batch.step_packs, config, dataset, layout, first)
+    coming = ahead.submit(batch.step_packs, config, dataset, layout, first, cost)
     bar = tqdm(range(first, config.steps), initial=first, total=config.steps, disable=bool(layout.rank or blocks))
     with resume.Keeper(run, parts, layout, config.keep) as keeper:
         for step in bar:
             clock.start()
             now = coming.result()
-            coming = ahead.submit(batch.step_packs, config, dataset, layout, step + 1)
+            coming = ahead.submit(batch.step_packs, config, dataset, layout, step + 1, cost)
             clock.lap("data")
             record = train_step(step, now, parts, config, layout, keeper, clock, observe)
             last = (keeper.stopping or step + 1 == config.steps) and not blocks
@@ -405,10 +404,9 @@ def describe_non_finite(step, loss, norms, losses, packs, config, layout) -> str
 
 def settle(config: Config) -> Config:
     """The options with what follows from the model in place of what was not given."""
-    if config.model not in PRESETS:
-        raise ValueError(f"--model {config.model} is none of {', '.join(PRESETS)}")
+    given = survey.settled(config)
     preset = PRESETS[config.model]
-    given = data.settled(config) | {"shift": config.shift or preset.sampling.shift}
+    given["shift"] = config.shift or preset.sampling.shift
     if preset.demo and config.model != "demo":
         given["checkpoint"] = config.checkpoint or "scratch"
     if preset.boundary:
@@ -425,9 +423,7 @@ def check(config: Config) -> dict[str, str]:
     paths = sample.paths_for(config)
     if config.steps < 1 or config.batch_size < 1 or config.pack_tokens < 0:
         raise ValueError("--steps and --batch-size must be at least 1, --pack-tokens at least 0")
-    for path in stream.split_weights(config.data)[0]:
-        if not Path(path).expanduser().exists():
-            raise ValueError(f"--data {path}: no such file or folder")
+    survey.check(config)
     if not 0 <= config.ema < 1 or not 0 <= config.caption_dropout <= 1 or not 0 <= config.image_condition <= 1:
         raise ValueError(
             f"--ema {config.ema} must be in [0, 1), --caption-dropout {config.caption_dropout} and --image-condition "
@@ -447,31 +443,7 @@ def check(config: Config) -> dict[str, str]:
     if config.trainable or config.lora_rank:
         with torch.device("meta"):
             freeze(WanDiT(CONFIGS[config.model]), config)
-    data.clip_spec(config)
     return paths
-
-
-def load_dataset(config: Config, paths: dict[str, str], components, layout, folder: str = "") -> cache.LatentDataset:
-    """Look into every file (rank 0, once), then encode what the cache lacks (all ranks, each its part). folder: instead
-    of --data."""
-    entries = [folder] if folder else config.data or [str(layout.on_rank_0(demo.write_demo_set, "demo_data"))]
-    survey = layout.on_rank_0(data.survey, config, entries)
-    text_files = [*weights.weight_files(Path(paths["text_encoder"]).expanduser()), Path(paths["tokenizer"])]
-    text_key = " ".join(layout.on_rank_0(cache.digests, text_files))
-    dataset = cache.LatentDataset(
-        survey.items,
-        data.clip_spec(config),
-        (survey.probes, survey.digests),
-        components.vae,
-        components.encode_text,
-        text_key,
-        config.cache,
-        PRESETS[config.model].condition,
-        components.image_encoder,
-        survey.mixture,
-    )
-    dataset.fill(layout.rank, layout.world, layout.barrier, layout.on_rank_0)
-    return dataset
 
 
 def content(config: Config, dataset, layout) -> dict[str, str]:
@@ -483,6 +455,20 @@ def content(config: Config, dataset, layout) -> dict[str, str]:
             path = " ".join(layout.on_rank_0(cache.digests, weights.weight_files(Path(path).expanduser())))
         hashes[f"{expert} weights".strip()] = path
     return hashes
+
+
+def cost_of(config: Config, run: Path, dataset, layout) -> stream.Cost | None:
+    """What a sample costs as rank 0 measures it, or None, by its operations. Clocks differ from run to run, and the
+    order of additions follows from the division of a step: so a resumed run goes on with what its checkpoint says."""
+    if config.cost == "flops":
+        return None
+    if kept := layout.on_rank_0(resume.kept_cost, run, config.resume):
+        return stream.Cost(**kept)
+    wan, dtype = CONFIGS[config.model], sample.DTYPES[config.precision]
+    clips = [(i, variant) for i in range(len(dataset)) for variant in range(dataset.variants(i))]
+    longest = max(batch.token_count(dataset.shape(*clip), wan) for clip in clips)
+    packs = stream.trial_packs(longest)
+    return layout.on_rank_0(lambda: stream.measure_cost(batch.block_pass(wan, layout.device, dtype), packs))
 
 
 def describe_run(config: Config, layout) -> dict:

@@ -457,8 +457,8 @@ def target_sign():
 def one_rank_skips_its_last_pack():
     """K3: a pack is skipped on a local condition."""
 
-    def faulty(config, dataset, layout, step):
-        now = ORIGINAL["step_packs"](config, dataset, layout, step)
+    def faulty(config, dataset, layout, step, cost):
+        now = ORIGINAL["step_packs"](config, dataset, layout, step, cost)
         if layout.rank == 1:
             now.packs[""][-1] = ORIGINAL["make_pack"]([], [], config, dataset)
         return now

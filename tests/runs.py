@@ -36,14 +36,14 @@ WEIGHTS = {"checkpoint": "dit", "vae": "vae", "text_encoder": "text"}
 FILES = {"a": (9, 48, 80), "b": (5, 80, 32), "c": (1, 48, 48), "d": (1, 16, 80)}
 
 
-def prepare(folder: Path):
-    """Write files, captions and weights into `folder`, and fill its cache."""
+def prepare(folder: Path, fill: bool = True):
+    """Write files, captions and weights into `folder`, and (unless not `fill`) fill its cache by a step of training."""
     torch.manual_seed(0)
     write_files(folder / "data", FILES)
     write_dit(folder / "dit.safetensors", TINY)
     save_file(WanVAE(VAE_CONFIGS["demo"]).state_dict(), folder / "vae.safetensors")
     save_file(UMT5Encoder(UMT5_CONFIGS["demo"]).state_dict(), folder / "text.safetensors")
-    return run(folder, steps=1, run="fill")
+    return run(folder, steps=1, run="fill") if fill else None
 
 
 def write_files(folder: Path, files: dict[str, tuple[int, int, int]]):

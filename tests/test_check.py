@@ -8,6 +8,7 @@ from test_video import numbered, write_image, write_video
 
 import data
 import decode
+import survey
 from manifests import DataError, read_items, read_rows
 
 HELD = dict(height=32, width=64, frames=9, clips=1, fps=16)
@@ -27,7 +28,7 @@ def folder(tmp_path):
 
 
 def options(folder, **changes):
-    return data.DataOptions(**(HELD | {"cache": str(folder / "cache")} | changes))
+    return survey.DataOptions(**(HELD | {"cache": str(folder / "cache")} | changes))
 
 
 def test_survey_stops_or_drops_aloud(folder, capsys):
@@ -35,11 +36,11 @@ def test_survey_stops_or_drops_aloud(folder, capsys):
     a list that shifts by one gives every later file its neighbour's caption."""
     manifest = [str(folder / "m.json")]
     with pytest.raises(DataError) as error:
-        data.survey(options(folder), manifest)
+        survey.survey(options(folder), manifest)
     first, junk, gone, last = str(error.value).split("\n")
     assert first == "2 of 6 samples cannot be used:" and "junk.mp4: cannot be read" in junk
     assert f"m.json, row 4: no such file: {folder / 'gone.mp4'}" in gone and "--allow-drop" in last
-    found = data.survey(options(folder, allow_drop=True), manifest)
+    found = survey.survey(options(folder, allow_drop=True), manifest)
     assert "\n".join([first, junk, gone]) in capsys.readouterr().err
     assert [item.caption for item in found.items] == [
         f"this is {name}" for name in ("a.mp4", "b.mp4", "c.mp4", "p.png")
@@ -51,13 +52,13 @@ def test_survey_stops_or_drops_aloud(folder, capsys):
     with pytest.raises(
         DataError, match="none.csv: none of its samples can be used:\n  .*junk.mp4: cannot be read: [^\n]*$"
     ):
-        data.survey(options(folder, allow_drop=True), [*manifest, str(folder / "none.csv")])
+        survey.survey(options(folder, allow_drop=True), [*manifest, str(folder / "none.csv")])
 
 
 def test_several_datasets(folder):
     """Weights and sizes are those of what is left of each dataset, or the mixture would draw items of the next one."""
     (folder / "n.csv").write_text("video,prompt\nb.mp4,x\nc.mp4,y\n")
-    found = data.survey(options(folder, allow_drop=True), [f"{folder / 'm.json'}:3", f"{folder / 'n.csv'}:0.5"])
+    found = survey.survey(options(folder, allow_drop=True), [f"{folder / 'm.json'}:3", f"{folder / 'n.csv'}:0.5"])
     assert found.mixture.sizes == (4, 2) and found.mixture.weights == (3, Fraction(1, 2))
     assert [item.caption for item in found.items[4:]] == ["x", "y"]
 
@@ -69,7 +70,7 @@ def test_image_to_video(folder):
     (folder / "short.json").write_text(json.dumps([*rows, {"file_path": "s.mp4", "text": "x"}]))
     write_video(folder / "s.mp4", [numbered(k, 32, 64) for k in range(7)], 30)
     config = options(folder, model="wan2.1-i2v-14b", allow_drop=True)
-    found = data.survey(config, [str(folder / "short.json")])
+    found = survey.survey(config, [str(folder / "short.json")])
     assert [item.path.name for item in found.items] == ["a.mp4"]
     assert "p.png: an image is its own first frame" in found.dropped[0]
     assert "s.mp4: too short: 7 frames at 30 fps are 3 at 16, and an image-to-video" in found.dropped[1]
@@ -77,7 +78,7 @@ def test_image_to_video(folder):
     (folder / "bad.png").write_bytes(b"junk")
     ends = [{"video": "a.mp4", "prompt": str(i), "first_frame": f} for i, f in enumerate(["p.png", "bad.png", ""])]
     (folder / "ends.json").write_text(json.dumps(ends))
-    found = data.survey(config, [str(folder / "ends.json")])
+    found = survey.survey(config, [str(folder / "ends.json")])
     assert [item.caption for item in found.items] == ["0", "2"] and "bad.png: cannot be read" in found.dropped[0]
     a, p = (decode.file_digest(folder / name) for name in ("a.mp4", "p.png"))
     assert found.digests == [f"{a}/{p}", a]
@@ -87,32 +88,32 @@ def test_survey_is_kept(folder, monkeypatch, capsys):
     """A second start opens no file that has not changed, and gives the same; one that has changed, one of which other
     frames are needed, and a damaged record are looked at anew."""
     jobs = []
-    run = data.Decoders.run
+    run = survey.Decoders.run
 
     def counted(self, path, job, *arguments):
         jobs.append((path.name, job))
         return run(self, path, job, *arguments)
 
-    monkeypatch.setattr(data.Decoders, "run", counted)
+    monkeypatch.setattr(survey.Decoders, "run", counted)
 
-    def survey(**changes):
+    def look(**changes):
         jobs.clear()
-        return data.survey(options(folder, allow_drop=True, **changes), [str(folder / "m.json")])
+        return survey.survey(options(folder, allow_drop=True, **changes), [str(folder / "m.json")])
 
-    first = survey()
+    first = look()
     sound = {("a.mp4", "inspect"), ("b.mp4", "inspect"), ("c.mp4", "inspect"), ("p.png", "inspect")}
     assert set(jobs) == sound | {("junk.mp4", "inspect"), ("a.mp4", "prove"), ("b.mp4", "prove"), ("c.mp4", "prove")}
-    assert survey() == first and jobs == [("junk.mp4", "inspect")]  # what failed may have been mended
-    survey(clip="start")
+    assert look() == first and jobs == [("junk.mp4", "inspect")]  # what failed may have been mended
+    look(clip="start")
     assert ("a.mp4", "inspect") not in jobs and ("c.mp4", "prove") in jobs
     write_video(folder / "b.mp4", [numbered(k, 32, 64) for k in range(30)])
-    assert survey().probes[1].frames == 30 and ("b.mp4", "inspect") in jobs and ("a.mp4", "inspect") not in jobs
+    assert look().probes[1].frames == 30 and ("b.mp4", "inspect") in jobs and ("a.mp4", "inspect") not in jobs
     record = folder / "cache" / "survey.json"
     content = bytearray(record.read_bytes())
     content[len(content) // 2] ^= 1
     record.write_bytes(content)
     capsys.readouterr()
-    assert len(survey().items) == 4 and sound <= set(jobs)
+    assert len(look().items) == 4 and sound <= set(jobs)
     assert "survey.json is damaged or of another version and is made anew" in capsys.readouterr().err
 
 

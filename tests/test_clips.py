@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from test_video import SPEC, numbered, numbers, write_image, write_video
 
-import data
+import survey
 import train
 from clips import BAND, ClipSpec, load_clip, probe, shapes, variants, windows
 from manifests import DataError, Item
@@ -192,7 +192,7 @@ def test_options_reach_the_spec():
     """Every option of train.py about clips and sizes is the spec's, and the 5B's patches are 32 pixels wide."""
 
     def spec(**options):
-        return data.clip_spec(train.settle(train.Config(**options)))
+        return survey.clip_spec(train.settle(train.Config(**options)))
 
     options = dict(tokens=99, sizes=3, upscale=True, frames=33, min_frames=9, fps=20, clip="all", clips=2, stride=8)
     assert spec(model="wan2.2-ti2v-5b", **options) == ClipSpec(**options, multiple=32)

@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 from test_video import numbered, numbers
 
-import data
 import decode
+import survey
 from clips import load_clip
 from manifests import write_rows
 
@@ -294,10 +294,10 @@ def surveyed(tmp_path_factory):
     for name, write, _ in TABLE:
         write(folder / name)
     write_rows(folder / "m.jsonl", [{"file_path": name, "text": name} for name, *_ in TABLE])
-    config = data.DataOptions(
+    config = survey.DataOptions(
         cache=str(folder / "cache"), height=H, width=W, frames=9, fps=16, clip="start", allow_drop=True
     )
-    return config, data.survey(config, [str(folder / "m.jsonl")])
+    return config, survey.survey(config, [str(folder / "m.jsonl")])
 
 
 @pytest.mark.parametrize("name, expected", [(name, expected) for name, _, expected in TABLE], ids=[c[0] for c in TABLE])
@@ -318,7 +318,7 @@ def test_torture(surveyed, name, expected):
     if expected == "turned":
         assert (probe.height, probe.width) == ((H, W) if "180" in name else (W, H))
         return
-    clip = load_clip(item, probe, data.clip_spec(config))
+    clip = load_clip(item, probe, survey.clip_spec(config))
     if expected == "vfr":
         expected = [max(i for i in range(N) if VFR[i] - VFR[0] <= 62.5 * k + 0.5) for k in range(9)]
     assert numbers(clip) == expected
@@ -330,7 +330,7 @@ def test_torture(surveyed, name, expected):
 def test_real_clips(tmp_path):
     """Files of real encoders: their counts and sizes; and frames deep in them are those of decoding from the start."""
     options = dict(cache=str(tmp_path), max_area=160 * 96, frames=81, fps=16, clip="all", stride=24)
-    found = data.survey(data.DataOptions(**options), [str(CLIPS / "metadata.json")])
+    found = survey.survey(survey.DataOptions(**options), [str(CLIPS / "metadata.json")])
     pairs = list(zip(found.items, found.probes, strict=True))
     seen = {item.path.name: (probe.width, probe.height, probe.frames, len(probe.variants)) for item, probe in pairs}
     assert seen == {

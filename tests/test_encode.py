@@ -1,0 +1,80 @@
+"""The cache filled ahead, and training without one."""
+
+import dataclasses
+import os
+
+import pytest
+import runs
+from spawn import spawn
+
+import data
+import encode
+
+FAST = dict(steps=2, caption_dropout=0.5)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Files and weights, and no cache yet."""
+    folder = tmp_path_factory.mktemp("encode")
+    runs.prepare(folder, fill=False)
+    return folder
+
+
+def words_of(folder, **changes) -> list[str]:
+    """The command line of `data.py cache` for the run that runs.config describes."""
+    config = runs.config(folder, **changes)
+    words = [str(entry) for entry in config.data]
+    for field in dataclasses.fields(encode.EncodeOptions):
+        value = getattr(config, field.name)
+        if field.name != "data" and value != field.default:
+            words += [f"--{field.name.replace('_', '-')}", str(value)]
+    return words
+
+
+def fill(folder, words: list[str]) -> int:
+    os.chdir(folder)
+    return data.main(["cache", *words])
+
+
+def entries(folder) -> dict:
+    return {path.name: path.stat().st_mtime_ns for path in (folder / "cache").glob("*/*.safetensors")}
+
+
+def test_cache_filled_ahead(folder, capfd):
+    """If this goes, what was encoded ahead is encoded again by training, or by every rank, or `data.py cache` wants a
+    model's checkpoint, which machines that only encode do not have."""
+    words = words_of(folder)
+    assert "--checkpoint" not in words and not (folder / "cache").exists()
+    assert spawn(fill, 2, folder, words) == [0, 0]
+    # Four captions and the empty one; windows of 9 and 5 frames, and two images.
+    assert capfd.readouterr().out.count("cache: 0 of 9 found, 9 encoded") == 1
+    before = entries(folder)
+    assert len(before) == 9
+    runs.run(folder, **FAST)
+    assert "cache: 9 of 9 found, 0 encoded" in capfd.readouterr().out and entries(folder) == before
+
+
+def test_nothing_is_kept(folder, capfd):
+    """If this goes, --cache off writes files, or a run with it trains on other numbers than one from the cache."""
+    cached = runs.run(folder, **FAST)
+    there = sorted(path.name for path in folder.iterdir())
+    for _ in range(2):  # the second start has no records either
+        off = runs.run(folder, **FAST, cache="off")
+        assert off["loss"] == cached["loss"] and off["digests"] == cached["digests"]
+    assert sorted(path.name for path in folder.iterdir()) == there and "off" not in there
+    assert "damaged" not in capfd.readouterr().err
+
+
+def test_bad_command_lines(folder):
+    """If this goes, `data.py cache` finds a mistake late, or tells it in a traceback."""
+    for words, line in (
+        (["--cache", "off"], "--cache off keeps nothing: name the folder to fill"),
+        (["nowhere/"], "--data nowhere/: no such file or folder"),
+        (["--model", "wan2.1-t2v-14b"], "--model wan2.1-t2v-14b needs --vae PATH"),
+        (["--model", "wan3"], "--model wan3 is none of demo"),
+        (["--checkpoint", "x"], "unknown option --checkpoint"),
+    ):
+        with pytest.raises(ValueError) as error:
+            fill(folder, words)
+        assert line in str(error.value)
