@@ -171,7 +171,8 @@ def fit(config: Config, layout, dataset, observe=None, look=None, blocks: int = 
     warm_up(config, parts, layout, dataset)
     about = describe_run(config, layout) | {"content": {} if blocks else content(config, dataset, layout)}
     first = resume.begin(run, parts, about, layout)
-    log = layout.on_rank_0(watch.Log, run, first)
+    logs = []  # rank 0's; what on_rank_0 returns would be sent to the others
+    layout.on_rank_0(lambda: logs.append(watch.Log(run, first)))
     for expert, part in parts.items():
         part.trace = parity.trace_of(config, run / expert, layout, part, dataset, learning_rate, blocks)
 
@@ -189,7 +190,7 @@ def fit(config: Config, layout, dataset, observe=None, look=None, blocks: int = 
             record = train_step(step, now, parts, config, layout, keeper, clock, observe)
             record |= look(step + 1, parts) if look else {}
             if layout.rank == 0:
-                log.write(record | keeper.news())
+                logs[0].write(record | keeper.news())
                 bar.set_postfix_str(watch.spell(record), refresh=False)
             last = (keeper.stopping or step + 1 == config.steps) and not blocks
             if last or (config.save_every and (step + 1) % config.save_every == 0):
