@@ -55,12 +55,13 @@ class Config(data.DataOptions):  # which model, on which data: see there
     tokenizer: str = ""  # SentencePiece file; empty: the demo's
     image_encoder: str = ""  # weights of the CLIP vision tower, for Wan 2.1's image to video; empty: the demo's
     expert: Literal["", "high", "low", "both"] = ""  # of Wan 2.2's two: one, on its own range of noise, or both, each
-    # sample going to the one whose noise it drew; empty: both
+    # sample going to the one whose noise it drew; empty: both. It takes both to make sample videos
     trainable: str = ""  # regular expression: train the parameters whose names it finds, freeze the others
     lora_rank: int = 0  # train low-rank adapters of this rank instead of weights; 0: no adapters
     lora_alpha: float = 0.0  # an adapter counts alpha / rank times; 0: alpha is the rank
     lora_targets: str = lora.TARGETS  # the blocks' linear layers whose names end so, separated by commas
     lora: str = ""  # adapters to go on from: a LoRA file of the same rank, alpha and targets
+    lora_low: str = ""  # the low-noise expert's, where --lora is the high-noise one's
     lora_dropout: float = 0.0  # share of an adapter's inner numbers that a token trains without
     # How it is encoded
     vae_tile: int = 0  # edge of the VAE's tiles, in latents (of 8 x 8 pixels, 16 x 16 in Wan 2.2); 0: whole frames
@@ -316,8 +317,9 @@ def not_in_checkpoint(name: str, blocks: int) -> bool:
 
 def start_adapters(model, config: Config, expert: str):
     lora.reset_adapters(model, config.seed)
-    if config.lora:
-        lora.adapters_into(model, read_lora(config.lora, expert))
+    path = expert == "low" and config.lora_low or config.lora
+    if path:
+        lora.adapters_into(model, read_lora(path, expert))
 
 
 def freeze(model, config: Config):
@@ -441,6 +443,8 @@ def check(config: Config) -> dict[str, str]:
         raise ValueError("--trainable trains weights and --lora-rank adapters beside them; leave one out")
     if config.lora and not config.lora_rank:
         raise ValueError(f"--lora {config.lora} goes on from adapters: give their rank with --lora-rank")
+    if config.lora_low and not (config.lora and config.expert == "both"):
+        raise ValueError("--lora-low is the low-noise expert's where both are trained, beside --lora for the other")
     if config.trainable or config.lora_rank:
         with torch.device("meta"):
             freeze(WanDiT(CONFIGS[config.model]), config)
