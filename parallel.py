@@ -487,6 +487,14 @@ def shard_frozen(module: nn.Module, blocks: nn.ModuleList, layout: Layout) -> nn
     return module
 
 
+def reshard(model: nn.Module):
+    """Give up what FSDP2 gathered for forwards that had no backward: it keeps it and would compute the next forward
+    with it, whatever became of the shards meanwhile."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def sum_gradients(_, bucket) -> torch.futures.Future[Tensor]:
     """DDP's communication hook: add the bucket up over all ranks. (Without a hook DDP divides by the world.)"""
     work = dist.all_reduce(bucket.buffer(), async_op=True)

@@ -99,16 +99,14 @@ class Request:
 def requests_of(config) -> list[Request]:
     """What the command line asks for."""
     preset = PRESETS[config.model]
+    for name in ("image", "last_image"):
+        given, prompts = len(getattr(config, name)), len(config.prompt)
+        if given and given not in (1, prompts) or given > prompts:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag}: {given} pictures for {prompts} --prompt; give one, or one of each")
     if not config.prompt and not config.prompts and preset.demo:
         return demo_requests(preset)
     rows = read_rows(config.prompts) if config.prompts else []
-    for name in ("image", "last_image"):
-        given = getattr(config, name)
-        if len(given) not in (0, 1, len(config.prompt)):
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(
-                f"{flag}: {len(given)} pictures for {len(config.prompt)} prompts; give one, or one of each"
-            )
     for i, prompt in enumerate(config.prompt):
         pictures = {name: getattr(config, name) for name in ("image", "last_image")}
         rows.append({"prompt": prompt} | {name: paths[i % len(paths)] for name, paths in pictures.items() if paths})
@@ -123,8 +121,14 @@ def read_requests(path: str, condition: str) -> list[Request]:
 
 
 def requests_for_training(config) -> list[Request]:
-    """What train.py samples: --prompts, or the demo's; nothing with --no-sample."""
+    """What train.py samples: --prompts, or the demo's; nothing with --no-sample, or where one of two experts trains."""
     preset = PRESETS[config.model]
+    if preset.boundary and config.expert != "both":
+        if config.sample and config.prompts:
+            raise ValueError(
+                f"--prompts: it takes both experts to sample, --expert {config.expert} trains one; leave it out"
+            )
+        return []
     if not config.sample or not (config.prompts or preset.demo):
         return []
     return read_requests(config.prompts, preset.condition) if config.prompts else demo_requests(preset)
@@ -137,11 +141,21 @@ def read_rows(path: str) -> list[dict]:
     lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     if file.suffix != ".jsonl":
         return [{"prompt": line} for line in lines]
-    rows = [json.loads(line) for line in lines]
-    for i, row in enumerate(rows, 1):
-        if "prompt" not in row or row.keys() - {"prompt", "image", "last_image"}:
-            raise ValueError(f"--prompts {file}, row {i}: has {', '.join(row)}; wanted: prompt, image, last_image")
-    return [{k: str(file.parent / v) if k != "prompt" else v for k, v in row.items()} for row in rows]
+    return [read_row(line, f"--prompts {file}, row {i}", file.parent) for i, line in enumerate(lines, 1)]
+
+
+def read_row(line: str, where: str, folder: Path) -> dict[str, str]:
+    """A row of JSON; its pictures' paths are relative to the file's folder."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: is no JSON ({error})") from error
+    if not isinstance(row, dict) or "prompt" not in row or row.keys() - {"prompt", "image", "last_image"}:
+        found = ", ".join(row) if isinstance(row, dict) else line
+        raise ValueError(f"{where}: has {found}; wanted: prompt, image, last_image")
+    if not all(isinstance(value, str) for value in row.values()):
+        raise ValueError(f"{where}: its values are not all text")
+    return {k: v if k == "prompt" else str(folder / Path(v).expanduser()) for k, v in row.items()}
 
 
 def request_of(row: dict, condition: str) -> Request:
@@ -186,6 +200,7 @@ class Components:
     memory: Memory
     sharded: bool  # do the ranks share the text encoder's weights?
     encoder: list = field(default_factory=list)
+    known: dict[str, Tensor] = field(default_factory=dict)  # states of the prompts that were sampled already
 
     def encode_text(self, prompts: list[str]) -> Iterator[Tensor]:
         """Each prompt's states (n, text_dim) in float32 on the CPU, cut to its own length. Where the encoder is sharded
@@ -200,10 +215,16 @@ class Components:
                 yield encode_prompts(self.encoder[0], self.tokenizer, [prompt])[0].float().cpu()
 
     def encode_for_all(self, prompts: list[str]) -> list[Tensor]:
-        """The same prompts' states on every rank; all ranks call."""
+        """The same prompts' states on every rank; all ranks call. Each prompt is encoded once, and the encoder's memory
+        given back: the model needs it."""
+        new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self.known]
         if self.sharded:
-            return list(self.encode_text(prompts))
-        return self.layout.on_rank_0(lambda: list(self.encode_text(prompts)))
+            states = list(self.encode_text(new))
+        else:
+            states = self.layout.on_rank_0(lambda: list(self.encode_text(new)))
+        self.known.update(zip(new, states, strict=True))
+        self.release_text_encoder()
+        return [self.known[prompt] for prompt in prompts]
 
     def at_work(self):
         """A context in which VAE and CLIP tower can compute."""
@@ -244,7 +265,9 @@ def encoder_paths(config) -> dict[str, str]:
 def paths_for(config) -> dict[str, str]:
     """The same, and the file that --checkpoint names."""
     shipped = "dit.safetensors" if config.model == "demo" else ""
-    return encoder_paths(config) | {"checkpoint": path_of(config, "checkpoint", shipped)}
+    paths = encoder_paths(config) | {"checkpoint": path_of(config, "checkpoint", shipped)}
+    check_experts(config, paths["checkpoint"])
+    return paths
 
 
 def path_of(config, name: str, shipped: str) -> str:
@@ -256,6 +279,22 @@ def path_of(config, name: str, shipped: str) -> str:
     if path != "scratch" and not Path(path).expanduser().exists():
         raise ValueError(f"{flag} {path}: no such file or folder")
     return path
+
+
+def check_experts(config, checkpoint: str):
+    """ValueError unless the weights of both experts are named where there are two, and of one where there is one."""
+    low = config.low_checkpoint
+    if not PRESETS[config.model].boundary:
+        if low:
+            raise ValueError(f"--low-checkpoint {low}: --model {config.model} is one model; leave the option out")
+    elif low not in ("", "scratch") and not Path(low).expanduser().exists():
+        raise ValueError(f"--low-checkpoint {low}: no such file or folder")
+    elif not low and checkpoint != "scratch" and getattr(config, "expert", "both") == "both":
+        path = Path(checkpoint).expanduser()
+        if expert_path(path, "low") == path:
+            raise ValueError(
+                f"--checkpoint {path} is not a folder that holds both experts; name the second with --low-checkpoint"
+            )
 
 
 def expert_checkpoint(config, expert: str) -> str:
@@ -282,6 +321,15 @@ def load_dit(config, expert: str, layout: parallel.Layout, memory: Memory) -> Wa
         for block in model.blocks:
             block.body = torch.compile(block.body)
     return model
+
+
+def check_loras(config):
+    """ValueError unless the LoRA files are there, and the model has the experts that they are for."""
+    if config.lora_low and not PRESETS[config.model].boundary:
+        raise ValueError(f"--lora-low: --model {config.model} is one model; name its LoRAs with --lora")
+    for path, _ in map(split_scale, (*config.lora, *config.lora_low)):
+        if not Path(path).expanduser().exists():
+            raise ValueError(f"LoRA {path}: no such file or folder")
 
 
 def split_scale(text: str) -> tuple[str, float]:
@@ -396,7 +444,7 @@ class Sampler:
         folder.mkdir(parents=True, exist_ok=True)
         for i, video in self.videos(requests, seed):
             write_mp4(folder / f"{i:03d}.mp4", video, self.how.fps)
-            (folder / f"{i:03d}.txt").write_text(requests[i].prompt)
+            (folder / f"{i:03d}.txt").write_text(requests[i].prompt, encoding="utf-8")
         self.layout.barrier()
         return self.layout.on_rank_0(sheet_of, folder, len(requests))
 
@@ -476,6 +524,10 @@ def sampling_for(config) -> Sampling:
         raise ValueError(
             f"--frames {how.frames} is not of the form 4n + 1; use {max(1, (how.frames - 1) // 4 * 4 + 1)}"
         )
+    if preset.condition == "first-last" and how.frames < 5:
+        raise ValueError(f"--frames {how.frames} leaves nothing between the first and the last frame; use 5 or more")
+    if config.guidance_low is not None and not preset.boundary:
+        raise ValueError(f"--guidance-low: --model {config.model} is one model; its guidance is --guidance")
     if how.steps < 1:
         raise ValueError(f"--sampling-steps {how.steps} is less than 1")
     return how
@@ -483,6 +535,7 @@ def sampling_for(config) -> Sampling:
 
 def main(config: Config):
     how, paths = sampling_for(config), paths_for(config)
+    check_loras(config)
     requests, preset, wan = requests_of(config), PRESETS[config.model], CONFIGS[config.model]
     _, world = parallel.world_from_torchrun()
     if config.memory == "blocks" and config.shard == "full" and world > 1:

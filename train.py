@@ -51,12 +51,13 @@ class Config(encode.EncodeOptions):  # which model, on which data, encoded with 
     checkpoint: str = ""  # weights to start from: a file, a folder, or "scratch"; empty: the demo's, or scratch
     low_checkpoint: str = ""  # of the low-noise expert, where --checkpoint is the high-noise one's
     expert: Literal["", "high", "low", "both"] = ""  # of Wan 2.2's two: one, on its own range of noise, or both, each
-    # sample going to the one whose noise it drew; empty: both
+    # sample going to the one whose noise it drew; empty: both. It takes both to make sample videos
     trainable: str = ""  # regular expression: train the parameters whose names it finds, freeze the others
     lora_rank: int = 0  # train low-rank adapters of this rank instead of weights; 0: no adapters
     lora_alpha: float = 0.0  # an adapter counts alpha / rank times; 0: alpha is the rank
     lora_targets: str = lora.TARGETS  # the blocks' linear layers whose names end so, separated by commas
     lora: str = ""  # adapters to go on from: a LoRA file of the same rank, alpha and targets
+    lora_low: str = ""  # the low-noise expert's, where --lora is the high-noise one's
     lora_dropout: float = 0.0  # share of an adapter's inner numbers that a token trains without
     # How long, and from which random numbers
     steps: int = 400  # optimizer steps
@@ -318,8 +319,9 @@ def not_in_checkpoint(name: str, blocks: int) -> bool:
 
 def start_adapters(model, config: Config, expert: str):
     lora.reset_adapters(model, config.seed)
-    if config.lora:
-        lora.adapters_into(model, read_lora(config.lora, expert))
+    path = expert == "low" and config.lora_low or config.lora
+    if path:
+        lora.adapters_into(model, read_lora(path, expert))
 
 
 def freeze(model, config: Config):
@@ -440,6 +442,8 @@ def check(config: Config) -> dict[str, str]:
         raise ValueError("--trainable trains weights and --lora-rank adapters beside them; leave one out")
     if config.lora and not config.lora_rank:
         raise ValueError(f"--lora {config.lora} goes on from adapters: give their rank with --lora-rank")
+    if config.lora_low and not (config.lora and config.expert == "both"):
+        raise ValueError("--lora-low is the low-noise expert's where both are trained, beside --lora for the other")
     if config.trainable or config.lora_rank:
         with torch.device("meta"):
             freeze(WanDiT(CONFIGS[config.model]), config)

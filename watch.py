@@ -15,6 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import batch
+import parallel
 import sample
 import stream
 from presets import PRESETS
@@ -187,10 +188,11 @@ def averaged(parts: dict):
     try:
         yield
     finally:
+        for part in parts.values():
+            parallel.reshard(part.model)  # else the next step computes with the averages that are still gathered
+            part.model.train()
         for parameter, value in kept:
             parameter.data.copy_(value)
-        for part in parts.values():
-            part.model.train()
 
 
 class Validation:

@@ -5,16 +5,22 @@ import runs
 import torch
 from safetensors.torch import load_file
 from spawn import spawn
-from test_layouts import failures_of
+from test_layouts import TOLERANCE, failures_of
+
+import lora
+from lora_formats import read_lora, write_lora
+from model import WanDiT
 
 VIDEOS = {"a": (9, 64, 96), "b": (5, 96, 64), "c": (9, 64, 64), "d": (5, 64, 128)}
 MIXED = {"a": (9, 64, 96), "b": (5, 96, 64), "c": (1, 64, 64), "d": (9, 64, 64)}
+TARGETS = "q,k,v,o,ffn.0,ffn.2,k_img,v_img"  # each kind of row that an adapter reads: tokens, text, image
 MODES = {  # options of each; the experts' batch of 4 has samples of both in some steps and of one in others
     "i2v": {"model": "demo-i2v"},
     "flf2v": {"model": "demo-flf2v", "caption_dropout": 0.0},
     "ti2v": {"model": "demo-ti2v", "image_condition": 0.5, "data": "mixed"},
     "t2v-experts": {"model": "demo-t2v-experts", "data": "mixed"},
     "i2v-experts": {"model": "demo-i2v-experts", "image_condition": 0.7, "max_grad_norm": 0.1},
+    "lora": {"model": "demo-i2v", "lora_rank": 3, "lora_alpha": 5.0, "lora_dropout": 0.3, "lora_targets": TARGETS},
     "trainable": {"trainable": r"self_attn\.[qk]|blocks\.1\.ffn", "data": "mixed"},
 }
 LAYOUTS = {
@@ -40,7 +46,20 @@ def folder(tmp_path_factory):
     for model in runs.MODELS:
         runs.write_dit(folder / f"{model}.safetensors", runs.MODELS[model])
         runs.write_dit(folder / f"{model}-low.safetensors", runs.MODELS[model])
+    write_adapters(folder / "lora.safetensors")
     return folder
+
+
+def write_adapters(file):
+    """To go on from: with B not zero, else A has no gradient and dropout no effect."""
+    with torch.device("meta"):
+        wan = WanDiT(runs.MODELS["demo-i2v"])
+    lora.attach(wan, 3, 5.0, TARGETS)
+    adapters = {
+        x.name: lora.Adapter(torch.randn(x.lora_A.shape) / 7, torch.randn(x.lora_B.shape) / 3, 5.0)
+        for x in lora.layers(wan)
+    }
+    write_lora(lora.LoRA(adapters, {}), file, "comfyui")
 
 
 def options(folder, mode: str, **changes) -> dict:
@@ -49,6 +68,8 @@ def options(folder, mode: str, **changes) -> dict:
         how["vae"] = ""  # the demo's own
     if "experts" in how["model"]:
         how["low_checkpoint"] = str(folder / f"{how['model']}-low.safetensors")
+    if "lora_rank" in how:
+        how["lora"] = str(folder / "lora.safetensors")
     how["checkpoint"] = str(folder / f"{how['model']}.safetensors")
     how["data"] = (str(folder / how["data"]),)
     return how | changes
@@ -110,3 +131,37 @@ def test_frozen_weights_stay(folder, references):
     before = load_file(folder / "demo.safetensors")
     moved = {name for name, x in references["trainable"]["params"].items() if not torch.equal(x, before[name].double())}
     assert moved == {n for n in before if "self_attn.q." in n or "self_attn.k." in n or n.startswith("blocks.1.ffn")}
+
+
+RESUMES = {"i2v-experts": (1, {"ring": 2, "shard": "grads"}), "lora": (2, {"ulysses": 2, "shard": "full"})}
+
+
+@pytest.mark.parametrize("mode", RESUMES)
+def test_a_killed_run_goes_on_in_another_layout(folder, references, mode):
+    """If this goes, a run of two experts, or of adapters, that is killed in the middle of a step does not go on as if
+    it had not been: one expert's optimizer, step or weights, or an adapter's dropout, begin anew."""
+    killed_in, layout = RESUMES[mode]
+    how = options(folder, mode, run=f"resumed-{mode}", save_every=1)
+    first = spawn(runs.run_all, 2, folder, [how | {"killed_in": killed_in, "shard": "full"}])[0][0]
+    last = spawn(runs.run_all, 2, folder, [how | layout | {"resume": "latest"}])[0][0]
+    record = {name: first[name] + last[name] for name in ("loss", "grads")} | {"params": last["params"]}
+    assert len(first["loss"]) == killed_in and len(record["loss"]) == 3
+    difference = runs.worst(record, references[mode])
+    assert max(difference.values()) < TOLERANCE, difference
+    saved = folder / "runs" / f"resumed-{mode}" / "step-000003"
+    if mode == "lora":
+        adapters = read_lora(saved / "lora.safetensors").adapters
+        assert all(torch.equal(x.up, last["params"][f"{name}.lora_B"]) for name, x in adapters.items())
+    else:
+        for expert in ("high", "low"):
+            weights = load_file(saved / f"{expert}-model.safetensors")
+            assert all(torch.equal(x, last["params"][f"{expert}.{name}"]) for name, x in weights.items())
+
+
+def test_adapters_alone_are_trained(folder, references):
+    """If this goes, the layout tests of adapters test none: frozen weights move, or an adapter has no gradient."""
+    before, reference = load_file(folder / "demo-i2v.safetensors"), references["lora"]
+    moved = {name for name, x in reference["params"].items() if name not in before}
+    assert all(torch.equal(reference["params"][name], x.double()) for name, x in before.items())
+    for step in reference["grads"]:
+        assert step.keys() == moved and all(float(x.norm()) > 1e-7 for x in step.values())

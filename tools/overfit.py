@@ -23,11 +23,12 @@ import demo
 import parallel
 import sample
 import train
+from memory import Memory
 from presets import PRESETS
-from video import to_pixels, write_mp4
+from video import contact_sheet, to_pixels, write_mp4
 
 
-def overfit(model: str, folder: Path, steps: int) -> dict[str, float]:
+def overfit(model: str, folder: Path, steps: int, lr: float, sheet: Path | None) -> dict[str, float]:
     """Train `model` from scratch on one clip of the demo; PSNR in dB of its sample, and of the sample's first frame."""
     (folder / "data").mkdir()
     scene = demo.TRAINING_SCENES[7]
@@ -39,11 +40,11 @@ def overfit(model: str, folder: Path, steps: int) -> dict[str, float]:
         train.Config(
             model=model,
             checkpoint="scratch",
-            data="data",
+            data=("data",),
             clips=1,
             steps=steps,
             batch_size=8,
-            lr=2e-3,
+            lr=lr,
             ema=0.99,
             caption_dropout=0.0,
             sample=False,
@@ -51,8 +52,9 @@ def overfit(model: str, folder: Path, steps: int) -> dict[str, float]:
         )
     )
     layout, preset = parallel.Layout(), PRESETS[model]
-    components = sample.load_components(config, train.check(config), layout.device)
-    dataset = train.load_dataset(config, train.check(config), components, layout)
+    paths = train.check(config)
+    components = sample.load_components(config, paths, layout, Memory())
+    dataset = train.load_dataset(config, paths, components, layout)
     parts = train.fit(config, layout, dataset)
     for part in parts.values():
         for name, parameter in part.model.named_parameters():
@@ -65,6 +67,8 @@ def overfit(model: str, folder: Path, steps: int) -> dict[str, float]:
     pictures |= {"last_image": frames[-1]} if preset.condition == "first-last" else {}
     ((_, video),) = sampler.videos([sample.Request(scene.caption(0), **pictures)], seed=1)
     best = components.decode(dataset.sample(0, 0)["latents"])
+    if sheet:
+        contact_sheet(sheet / f"{model}.png", [video, best])
     result = {"video": psnr(video, best)}
     if preset.condition:
         result["first frame"] = psnr(video[:, :1], clip[:, :1])
@@ -80,8 +84,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=[name for name in PRESETS if PRESETS[name].demo])
     parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--sheets", type=Path, help="folder for a picture of each sample above the clip as decoded")
     options = parser.parse_args()
     for name in options.models:
         with tempfile.TemporaryDirectory() as folder:
-            found = overfit(name, Path(folder), options.steps)
+            found = overfit(name, Path(folder), options.steps, options.lr, options.sheets)
         print(f"{name:18}", *(f"{what} {value:.1f} dB" for what, value in found.items()), flush=True)
