@@ -428,6 +428,10 @@ def check(config: Config) -> dict[str, str]:
     for path in stream.split_weights(config.data)[0]:
         if not Path(path).expanduser().exists():
             raise ValueError(f"--data {path}: no such file or folder")
+    if config.validation and not Path(config.validation).expanduser().exists():
+        raise ValueError(f"--validation {config.validation}: no such file or folder")
+    if config.validation_sigmas < 1:
+        raise ValueError(f"--validation-sigmas {config.validation_sigmas} must be at least 1")
     if not 0 <= config.ema < 1 or not 0 <= config.caption_dropout <= 1 or not 0 <= config.image_condition <= 1:
         raise ValueError(
             f"--ema {config.ema} must be in [0, 1), --caption-dropout {config.caption_dropout} and --image-condition "
