@@ -426,5 +426,5 @@ if __name__ == "__main__":
     try:
         code = main(sys.argv[1:])
     except (ValueError, RuntimeError, OSError) as error:
-        exit_with("data.py", error, 0)
+        exit_with("data.py", error)
     sys.exit(code)

@@ -128,6 +128,7 @@ def main(config: Config, observe=None) -> dict[str, "Part"]:
     _, world = parallel.world_from_torchrun()
     heads = CONFIGS[config.model].num_heads
     layout = parallel.start(*parallel.split_sp(world, heads, config.sp, config.ulysses, config.ring))
+    layout.check_shared(Path("runs"), "runs/")
     layout.on_rank_0(resume.prepare_folder, Path("runs") / config.run)
 
     # -- Data: files become latents and text states, each encoded once per job.
@@ -459,6 +460,8 @@ def load_dataset(config: Config, paths: dict[str, str], components, layout, fold
     """Look into every file (rank 0, once), then encode what the cache lacks (all ranks, each its part). folder: instead
     of --data."""
     entries = [folder] if folder else config.data or [str(layout.on_rank_0(demo.write_demo_set, "demo_data"))]
+    if config.cache != "off":
+        layout.check_shared(Path(config.cache).expanduser(), "--cache")
     survey = layout.on_rank_0(data.survey, config, entries)
     text_files = [*weights.weight_files(Path(paths["text_encoder"]).expanduser()), Path(paths["tokenizer"])]
     text_key = " ".join(layout.on_rank_0(cache.digests, text_files))
@@ -507,4 +510,4 @@ if __name__ == "__main__":
         main(parse(Config, sys.argv[1:], __doc__))
         parallel.stop()
     except (ValueError, RuntimeError, OSError, FloatingPointError) as error:
-        exit_with("train.py", error, parallel.world_from_torchrun()[0])
+        exit_with("train.py", error, parallel.first_on_this_machine())
