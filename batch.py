@@ -120,7 +120,8 @@ def make_pack(drawn: list[stream.Draw], sigmas: list[float], config, dataset) ->
         pack.targets.append(flow.velocity_target(x, noise))
         pack.timesteps.append(1000 * noise_levels)
         pack.text.append(dataset.empty_text if d.dropped else dataset.text(d.index))
-        pack.weights.append((noise_levels > 0) * weight / (config.batch_size * counted))  # what is given has no loss
+        counts = (noise_levels > 0).to(noise_levels)  # what is given has no loss
+        pack.weights.append(counts * weight / (config.batch_size * counted))
     return pack
 
 

@@ -247,4 +247,4 @@ if __name__ == "__main__":
     try:
         main(parse(Config, sys.argv[1:], __doc__))
     except ValueError as error:
-        exit_with("bench.py", error, 0)
+        exit_with("bench.py", error)

@@ -406,4 +406,4 @@ if __name__ == "__main__":
     try:
         sys.exit(command(sys.argv[1:]))
     except (ValueError, OSError) as error:
-        exit_with("checkpoint.py", error, 0)
+        exit_with("checkpoint.py", error)

@@ -201,5 +201,5 @@ if __name__ == "__main__":
     try:
         code = main(sys.argv[1:])
     except (ValueError, RuntimeError, OSError) as error:
-        exit_with("data.py", error, int(os.environ.get("RANK", 0)))  # as torchrun says
+        exit_with("data.py", error, os.environ.get("LOCAL_RANK", "0") == "0")  # as torchrun says
     sys.exit(code)

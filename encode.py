@@ -40,6 +40,8 @@ def load_dataset(
 
     config is settled (survey.settled), paths are as from sample.encoder_paths. folder: instead of --data."""
     entries = [folder] if folder else config.data or [str(layout.on_rank_0(demo.write_demo_set, "demo_data"))]
+    if config.cache != "off":
+        layout.check_shared(Path(config.cache).expanduser(), "--cache")
     found = layout.on_rank_0(survey.survey, config, entries)
     text_files = [*weights.weight_files(Path(paths["text_encoder"]).expanduser()), Path(paths["tokenizer"])]
     text_key = " ".join(layout.on_rank_0(cache.digests, text_files))

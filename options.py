@@ -87,10 +87,11 @@ def comments(cls) -> dict[str, str]:
     return {name: text.replace("%", "%%") for name, text in found.items()}
 
 
-def exit_with(program: str, error: Exception, rank: int):
+def exit_with(program: str, error: Exception, first: bool = True):
     """End this process with one line on standard error and status 2. What every rank found wrong (ValueError, or a
-    loss that is no number), rank 0 says; an error of one rank's own (RuntimeError, OSError) that rank says."""
-    if rank == 0 or not isinstance(error, (ValueError, FloatingPointError)):
+    loss that is no number), the `first` of each machine says, for a machine may have found it alone (its files); an
+    error of one rank's own (RuntimeError, OSError) that rank says."""
+    if first or not isinstance(error, (ValueError, FloatingPointError)):
         print(f"{program}: {' '.join(str(error).split(chr(10)))}", file=sys.stderr, flush=True)
     else:
         time.sleep(3)  # torchrun ends all as soon as one has ended, and rank 0 may yet have to say its line

@@ -16,8 +16,11 @@ from a log-sum-exp), Milakov & Gimelshein 2018 (merging partial softmaxes).
 import contextlib
 import math
 import os
+import socket
+import uuid
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -101,6 +104,27 @@ class Layout:
             dist.all_gather_object(everyones, mine)
         return [x for part in everyones for x in part]
 
+    def check_shared(self, folder: Path, what: str) -> None:
+        """ValueError, on every rank, unless all ranks see rank 0's folder of this name. On several machines one on a
+        machine's own disk is another folder there; every rank calls."""
+        if self.world == 1:
+            return
+
+        def mark() -> str:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).touch()
+            return str(folder.resolve())
+
+        name = self.on_rank_0(lambda: f"{uuid.uuid4().hex}.partial")
+        place = self.on_rank_0(mark)
+        blind = self.gather_objects([] if (folder / name).exists() else [f"rank {self.rank} on {socket.gethostname()}"])
+        self.on_rank_0((folder / name).unlink)
+        if blind:
+            raise ValueError(
+                f"{what} must be one folder that all machines share: {blind[0]} does not see {place} of rank 0 as "
+                f"{folder}"
+            )
+
     def sum(self, x: Tensor) -> Tensor:
         """x summed over all ranks, in place."""
         if self.world > 1:
@@ -133,6 +157,11 @@ def split_sp(world: int, heads: int, sp: int, ulysses: int, ring: int) -> tuple[
 def world_from_torchrun() -> tuple[int, int]:
     """(rank, world) as torchrun's environment variables say; (0, 1) without torchrun."""
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def first_on_this_machine() -> bool:
+    """Whether this process is the one of its machine that says what all of them found."""
+    return int(os.environ.get("LOCAL_RANK", 0)) == 0
 
 
 def start(ulysses: int = 1, ring: int = 1, timeout_minutes: float = 30) -> Layout:
@@ -506,6 +535,14 @@ def synchronize(wrapped: nn.Module, last: bool):
     keeps no rank's whole gradient."""
     later = isinstance(wrapped, DistributedDataParallel) and not last
     return wrapped.no_sync() if later else contextlib.nullcontext()
+
+
+def reshard(model: nn.Module):
+    """Free what a pass without a backward has left gathered (FSDP2). Until then the next pass reads that, whatever was
+    written into the shards, and `named_parameters` are not the shards."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def clip_gradients(parameters: list[nn.Parameter], max_norm: float) -> Tensor:

@@ -486,4 +486,4 @@ if __name__ == "__main__":
     try:
         sys.exit(command(sys.argv[1:]))
     except (ValueError, RuntimeError, OSError) as error:
-        exit_with("parity.py", error, parallel.world_from_torchrun()[0])
+        exit_with("parity.py", error, parallel.first_on_this_machine())

@@ -559,4 +559,4 @@ if __name__ == "__main__":
         main(parse(Config, sys.argv[1:], __doc__))
         parallel.stop()
     except (ValueError, RuntimeError, OSError) as error:
-        exit_with("sample.py", error, parallel.world_from_torchrun()[0])
+        exit_with("sample.py", error, parallel.first_on_this_machine())

@@ -124,6 +124,7 @@ def main(config: Config, observe=None) -> dict[str, "Part"]:
     _, world = parallel.world_from_torchrun()
     heads = CONFIGS[config.model].num_heads
     layout = parallel.start(*parallel.split_sp(world, heads, config.sp, config.ulysses, config.ring))
+    layout.check_shared(Path("runs"), "runs/")
     layout.on_rank_0(resume.prepare_folder, Path("runs") / config.run)
 
     # -- Data: files become latents and text states, each encoded once per job.
@@ -426,6 +427,10 @@ def check(config: Config) -> dict[str, str]:
     if config.steps < 1 or config.batch_size < 1 or config.pack_tokens < 0:
         raise ValueError("--steps and --batch-size must be at least 1, --pack-tokens at least 0")
     survey.check(config)
+    if config.validation and not Path(config.validation).expanduser().exists():
+        raise ValueError(f"--validation {config.validation}: no such file or folder")
+    if config.validation_sigmas < 1:
+        raise ValueError(f"--validation-sigmas {config.validation_sigmas} must be at least 1")
     if not 0 <= config.ema < 1 or not 0 <= config.caption_dropout <= 1 or not 0 <= config.image_condition <= 1:
         raise ValueError(
             f"--ema {config.ema} must be in [0, 1), --caption-dropout {config.caption_dropout} and --image-condition "
@@ -493,4 +498,4 @@ if __name__ == "__main__":
         main(parse(Config, sys.argv[1:], __doc__))
         parallel.stop()
     except (ValueError, RuntimeError, OSError, FloatingPointError) as error:
-        exit_with("train.py", error, parallel.world_from_torchrun()[0])
+        exit_with("train.py", error, parallel.first_on_this_machine())

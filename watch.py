@@ -225,18 +225,20 @@ class Validation:
         return record
 
     def loss(self, parts: dict) -> dict:
-        config, K = self.options, self.config.validation_sigmas
+        config, K, layout = self.options, self.config.validation_sigmas, self.layout
         drawn = [
             stream.Draw(-1 - i * K - k, i, 0, False, (k + 0.5) / K) for i in range(len(self.held_out)) for k in range(K)
         ]
-        now = batch.divide(drawn, config, self.held_out, self.layout)
-        shares = torch.zeros(len(drawn), dtype=torch.float64, device=self.layout.device)
-        for expert, packs in now.packs.items():
-            for pack in packs:
-                batch.pack_loss(parts[expert].wrapped, pack, self.layout, sample.DTYPES[config.precision])
-                gather_shares(shares, pack, lambda position: -1 - position)
-        shares = self.layout.sum(shares).tolist()
-        losses = losses_of(now, shares, config)
+        shares = torch.zeros(len(drawn), dtype=torch.float64, device=layout.device)
+        for i in range(0, len(drawn), self.config.batch_size):  # so many fit into memory
+            some = batch.divide(drawn[i : i + self.config.batch_size], config, self.held_out, layout)
+            for expert, packs in some.packs.items():
+                for pack in packs:
+                    batch.pack_loss(parts[expert].wrapped, pack, layout, sample.DTYPES[config.precision])
+                    gather_shares(shares, pack, lambda position: -1 - position)
+        sigmas = batch.sigmas_of(drawn, config)
+        whole = batch.Step({}, sigmas, batch.routed(sigmas, config), tokens=0, idle=0.0)
+        losses = losses_of(whole, layout.sum(shares).tolist(), config)
         return {"validation": {"loss": losses.pop("loss_raw")} | losses}
 
     def videos(self, step: int, parts: dict):
@@ -247,6 +249,7 @@ class Validation:
         how, dtype = self.preset.sampling, sample.DTYPES[self.config.precision]
         sampler = sample.Sampler(models, self.components, self.preset, how, layout, dtype)
         sheet = sampler.write(self.requests, self.config.seed, folder)
+        self.components.release_text_encoder()
         if layout.rank == 0:
             print(f"{len(self.requests)} videos in {folder}, all on one page in {sheet}", flush=True)
 

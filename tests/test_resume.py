@@ -90,7 +90,7 @@ def work(rank: int, world: int, folder: Path, meet: Path, output: Path, hook, ch
         with patch.dict(model.CONFIGS, runs.MODELS):
             train.main(runs.config(folder, **changes), observe)
     except (ValueError, RuntimeError, OSError) as error:
-        options.exit_with("train.py", error, rank)
+        options.exit_with("train.py", error, rank == 0)
 
 
 @pytest.fixture(scope="module")
