@@ -537,14 +537,6 @@ def synchronize(wrapped: nn.Module, last: bool):
     return wrapped.no_sync() if later else contextlib.nullcontext()
 
 
-def reshard(model: nn.Module):
-    """Free what a pass without a backward has left gathered (FSDP2). Until then the next pass reads that, whatever was
-    written into the shards, and `named_parameters` are not the shards."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
 def clip_gradients(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
     """Scale gradients so that their joint norm is at most max_norm (0: leave them); returns the norm before.
 
