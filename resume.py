@@ -368,7 +368,7 @@ def begin(run: Path, parts: dict, record: dict, layout) -> int:
 
 def load(folder: Path, parts: dict, layout) -> int:
     """Restore weights, optimizers and averages in place; returns how many steps they have seen."""
-    state = training_state(parts)
+    state = training_state(parts)  # the averages in it are the run's own: reading fills them
     try:
         dcp.load(state, checkpoint_id=folder / "state", no_dist=layout.world == 1)
     except CheckpointException as error:
@@ -377,8 +377,6 @@ def load(folder: Path, parts: dict, layout) -> int:
         mine = state[expert] if expert else state
         set_model_state_dict(part.model, mine["model"], options=TRAINED)
         set_optimizer_state_dict(part.model, part.optimizer, mine["optimizer"], options=TRAINED)
-        for name, tensor in mine["ema"].items():
-            part.ema[name].copy_(tensor)
     return json.loads((folder / "config.json").read_text())["step"]
 
 
