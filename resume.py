@@ -374,7 +374,7 @@ def kept_cost(run: Path, which: str) -> dict[str, float] | None:
 
 def load(folder: Path, parts: dict, layout) -> int:
     """Restore weights, optimizers and averages in place; returns how many steps they have seen."""
-    state = training_state(parts)
+    state = training_state(parts)  # the averages in it are the run's own: reading fills them
     try:
         dcp.load(state, checkpoint_id=folder / "state", no_dist=layout.world == 1)
     except CheckpointException as error:
@@ -383,8 +383,6 @@ def load(folder: Path, parts: dict, layout) -> int:
         mine = state[expert] if expert else state
         set_model_state_dict(part.model, mine["model"], options=TRAINED)
         set_optimizer_state_dict(part.model, part.optimizer, mine["optimizer"], options=TRAINED)
-        for name, tensor in mine["ema"].items():
-            part.ema[name].copy_(tensor)
     return json.loads((folder / "config.json").read_text())["step"]
 
 

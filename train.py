@@ -160,9 +160,9 @@ def fit(config: Config, layout, dataset, observe=None, look=None, blocks: int = 
     """The training loop; returns {"": Part}, or the experts' by name.
 
     `observe(step, loss, parts)` is called with each step's gradients in place, before they are clipped, loss being the
-    global one: tests look through it. `look(step, parts)` is called after each step, and what it returns joins the
-    step's record: validation. blocks: keep so many of each model's blocks, a rehearsal of which only the trace stays
-    (parity.py); 0: all.
+    global one: tests look through it. `look(step, parts)` is called after each step, and what it returns becomes a line
+    of its own in metrics.jsonl: validation. blocks: keep so many of each model's blocks, a rehearsal of which only the
+    trace stays (parity.py); 0: all.
     """
     # -- Models, and where they were when the run was stopped.
     run = Path("runs") / config.run
@@ -188,16 +188,19 @@ def fit(config: Config, layout, dataset, observe=None, look=None, blocks: int = 
             coming = ahead.submit(batch.step_packs, config, dataset, layout, step + 1, cost)
             clock.lap("data")
             record = train_step(step, now, parts, config, layout, keeper, clock, observe)
+            if layout.rank == 0:
+                log.write(
+                    record | keeper.news()
+                )  # before the save, or a kill could leave a saved step without its line
+                bar.set_postfix_str(watch.spell(record), refresh=False)
             last = (keeper.stopping or step + 1 == config.steps) and not blocks
             if last or (config.save_every and (step + 1) % config.save_every == 0):
                 keeper.save(step + 1, about)
-            if look and not keeper.stopping:
-                record |= look(step + 1, parts)
-            if layout.rank == 0:
-                log.write(record | keeper.news())
-                bar.set_postfix_str(watch.spell(record), refresh=False)
             if keeper.stopping:
                 break
+            seen = look(step + 1, parts) if look else {}
+            if seen and layout.rank == 0:
+                log.write({"step": step + 1} | seen)
     coming.cancel()
     ahead.shutdown()
     return parts

@@ -193,6 +193,7 @@ def second(function):
 
 
 def half_a_line(log, record):
+    time.sleep(0.5)  # a save that should have waited for the line is done by now
     with open(log.path, "a") as file:
         file.write(json.dumps(record)[:20])
     if record["step"] > 1:
