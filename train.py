@@ -188,10 +188,8 @@ def fit(config: Config, layout, dataset, observe=None, look=None, blocks: int = 
             coming = ahead.submit(batch.step_packs, config, dataset, layout, step + 1, cost)
             clock.lap("data")
             record = train_step(step, now, parts, config, layout, keeper, clock, observe)
-            if layout.rank == 0:
-                log.write(
-                    record | keeper.news()
-                )  # before the save, or a kill could leave a saved step without its line
+            if layout.rank == 0:  # before the save: a kill between the two must not leave a saved step without its line
+                log.write(record | keeper.news())
                 bar.set_postfix_str(watch.spell(record), refresh=False)
             last = (keeper.stopping or step + 1 == config.steps) and not blocks
             if last or (config.save_every and (step + 1) % config.save_every == 0):
