@@ -76,4 +76,5 @@ def fill_cache(config: CacheOptions) -> int:
     layout = parallel.start()
     components = sample.load_components(config, paths, layout, Memory(device=layout.device))
     load_dataset(config, paths, components, layout)
+    parallel.stop()
     return 0

