@@ -1,14 +1,18 @@
 """Command lines: what they set, and that what cannot work ends in one line, on every rank, before anything is done."""
 
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from string import Template
 
 import pytest
 
 import options
 import sample
 import train
+from presets import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -86,3 +90,27 @@ def test_every_rank_stops(tmp_path):
         assert result.returncode != 0
         ours = [text for text in result.stderr.splitlines() if text.startswith("train.py: ")]
         assert len(ours) == 1 and line in ours[0], result.stderr
+
+
+def documented() -> list[list[str]]:
+    """The command lines of docs/models.md, with the variables that it sets filled in, from the program on."""
+    found, values = [], {}
+    for line in re.findall(r"^    (\S.*)$", (ROOT / "docs" / "models.md").read_text(encoding="utf-8"), re.M):
+        line = Template(line).safe_substitute(values)
+        if match := re.match(r'(\w+)=("?)(.*)\2$', line):
+            values[match[1]] = match[3]
+        words = shlex.split(line) if re.match("python|torchrun", line) else []
+        found += [words[words.index(name) :] for name in ("train.py", "sample.py") if name in words]
+    return found
+
+
+def test_documented_commands_are_understood():
+    """If this goes, docs/models.md tells people to type what is refused."""
+    commands = documented()
+    for program, *words in commands:
+        if program == "train.py":
+            train.settle(options.parse(train.Config, words))
+        else:
+            sample.sampling_for(options.parse(sample.Config, words))
+    models = {words[words.index("--model") + 1] for _, *words in commands}
+    assert {name for name in PRESETS if name.startswith("wan")} <= models
