@@ -44,7 +44,12 @@ def looking(folder, **changes) -> dict:
 
 
 def metrics(folder, run: str) -> list[dict]:
-    return [json.loads(line) for line in (folder / "runs" / run / "metrics.jsonl").read_text().splitlines()]
+    """What was logged of each step: of training, and in a line of its own of validation."""
+    steps: dict[int, dict] = {}
+    for line in (folder / "runs" / run / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        steps.setdefault(record["step"], {}).update(record)
+    return list(steps.values())
 
 
 def run(folder, broken: bool = False, **options) -> dict:
