@@ -216,7 +216,7 @@ class Validation:
 
     def __call__(self, step: int, parts: dict) -> dict:
         """What to add to the step's record; every rank calls."""
-        if not self.due(step):
+        if not self.due(step) or not (self.held_out or self.requests):
             return {}
         with averaged(parts), torch.no_grad():
             record = self.loss(parts) if self.held_out else {}

@@ -100,7 +100,7 @@ def one(folder):
     return {name: run(folder, **looking(folder, run=f"one-{name}", **options)) for name, options in LOOKS.items()}
 
 
-LOOKS = {"looking": {}, "blind": {"validation": "", "sample": False}}
+LOOKS = {"looking": {}, "blind": {"validation": "", "validate_every": "0", "sample": False}}
 BLIND = ("ddp", "grads", "full")
 
 
