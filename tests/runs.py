@@ -5,6 +5,7 @@ import hashlib
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -13,9 +14,13 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
+import encode
 import model
+import resume
+import sample
 import train
 import watch
+from memory import WHOLE
 from model import WanConfig, WanDiT
 from text_encoder import UMT5_CONFIGS, UMT5Encoder
 from vae import VAE_CONFIGS, WanVAE
@@ -88,6 +93,10 @@ def config(folder: Path, **changes) -> train.Config:
     return train.Config(**(options | changes))
 
 
+LOADED: dict = {}  # datasets, by what they are made of
+LOAD_COMPONENTS, LOAD_DATASET = sample.load_components, encode.load_dataset
+
+
 class Killed(Exception):
     """Stands for a signal that ends the run in the middle of a step."""
 
@@ -137,9 +146,27 @@ def whole(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def run_all(folder: Path, cases: list[dict]) -> list[dict]:
-    """Without the picture of the first batch, which takes as long as a run."""
-    with patch.object(watch, "first_batch", lambda *_: None):
-        return [run(folder, **case) for case in cases]
+    """Runs without what a run does besides training: each set of data is loaded once for all of them, no picture of the
+    first batch is made, and nothing is saved where nothing is to be resumed."""
+    with (
+        patch.object(watch, "first_batch", lambda *_: None),
+        patch.object(sample, "load_components", lambda *_: SimpleNamespace(release_text_encoder=int, decode=None)),
+        patch.object(encode, "load_dataset", load_once),
+    ):
+        records = []
+        for case in cases:
+            saves = resume.Keeper.save if "save_every" in case else lambda *_: None
+            with patch.object(resume.Keeper, "save", saves):
+                records.append(run(folder, **case))
+        return records
+
+
+def load_once(config, paths, components, layout, folder=""):
+    key = config.model, config.data, config.max_area, config.frames, config.cache
+    if key not in LOADED:
+        components = LOAD_COMPONENTS(config, paths, layout, WHOLE)
+        LOADED[key] = LOAD_DATASET(config, paths, components, layout)
+    return LOADED[key]
 
 
 def worst(record: dict, reference: dict) -> dict[str, float]:
