@@ -252,7 +252,7 @@ def test_memory_modes_and_tiles(folder, alone, mode):
 
 
 TRAINED = ["demo-i2v", "demo-i2v-experts", "demo-ti2v"]
-ENDS = [{"shard": "none"}, {"shard": "full", "ring": 2}]
+ENDS = [{"shard": "none", "validate_every": "1"}, {"shard": "full", "ring": 2, "validate_every": "1"}]
 
 
 def trained(folder: Path, cases: list[dict]) -> list[dict]:
@@ -267,7 +267,8 @@ def trained(folder: Path, cases: list[dict]) -> list[dict]:
 
 
 def test_sampling_at_the_end_of_training(folder):
-    """If this goes, the videos of a run depend on its layout: made with one rank's shard, or not averaged."""
+    """If this goes, the videos of a run depend on its layout, made with one rank's shard or not averaged; or training
+    goes on with the averaged weights that FSDP2 gathered for videos in the middle of the run."""
     runs.write_files(folder / "films", {"a": (5, 64, 64), "b": (5, 64, 96)})
     cases = [
         {
