@@ -1,6 +1,6 @@
 """Overfit one clip in each mode of the demo's models, sample it, and compare: can the mode learn what it is shown?
 
-    python tools/overfit.py                     all modes, about a minute each
+    python tools/overfit.py                     all modes, some minutes each
     python tools/overfit.py demo-i2v --steps 600
 
 Prints the sampled video's PSNR against the VAE's own reconstruction of the clip, which is the best a model of its
@@ -83,7 +83,7 @@ def psnr(x: torch.Tensor, y: torch.Tensor) -> float:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=[name for name in PRESETS if PRESETS[name].demo])
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--sheets", type=Path, help="folder for a picture of each sample above the clip as decoded")
     options = parser.parse_args()
