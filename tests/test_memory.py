@@ -16,6 +16,7 @@ import memory
 import parallel
 import sample
 from cache import LatentDataset
+from clips import Variant
 from memory import BlockStream, Memory, Weights
 from model import WanConfig, WanDiT
 from text_encoder import UMT5Config, UMT5Encoder, encode_prompts
@@ -368,7 +369,7 @@ def test_tiles_refuse(tile, overlap, message):
 
 def test_tiled_latents_have_their_own_cache_files(tmp_path):
     """Latents encoded in tiles differ from the whole frame's, so neither may be read for the other."""
-    found = [SimpleNamespace(starts=[0], source_fps=None, length=1, clip_height=64, clip_width=64)], ["digest"]
+    found = [SimpleNamespace(variants=[Variant(0, 1, 64, 64)], timeline=None)], ["digest"]
     item = SimpleNamespace(path="a.png", caption="", first_frame=None, last_frame=None)
     files = [
         LatentDataset([item], SimpleNamespace(fps=16), found, vae, None, "text", tmp_path).sample_files[0][0]
@@ -417,10 +418,10 @@ def sharded_states(prompts: list[list[str]], folder):
     items = [
         SimpleNamespace(path=f"{i}.png", caption=c, first_frame=None, last_frame=None) for i, c in enumerate(captions)
     ]
-    probe = SimpleNamespace(starts=[], source_fps=None, length=1, clip_height=8, clip_width=8)
+    probe = SimpleNamespace(variants=[], timeline=None)
     encode = lambda texts: (encode_prompts(module, tokens, [text])[0] for text in texts)  # noqa: E731
     data = LatentDataset(items, None, ([probe] * 3, [""] * 3), tiled(8, 2), encode, "text", folder)
-    data.fill(rank, world, dist.barrier)
+    data.fill(rank, world, dist.barrier, layout.on_rank_0)
     return states, held, [data.text(i) for i in range(3)] + [data.empty_text]
 
 

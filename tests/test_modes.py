@@ -23,16 +23,18 @@ MODES = {  # options of each; the experts' batch of 4 has samples of both in som
     "lora": {"model": "demo-i2v", "lora_rank": 3, "lora_alpha": 5.0, "lora_dropout": 0.3, "lora_targets": TARGETS},
     "trainable": {"trainable": r"self_attn\.[qk]|blocks\.1\.ffn", "data": "mixed"},
 }
-LAYOUTS = {
-    2: [{"sp": 1}, {"ulysses": 2}, {"ring": 2}],
-    4: [
-        {"sp": 1},
-        {"ulysses": 2, "ring": 2},
-        {"sp": 2, "ulysses": 2},
-        {"sp": 2, "ring": 2},
-        {"ulysses": 4},
-        {"ring": 4},
-    ],
+FOUR = [
+    {"sp": 1},
+    {"sp": 2, "ulysses": 2},
+    {"ulysses": 2, "ring": 2},
+    {"sp": 2, "ring": 2},
+    {"ulysses": 4},
+    {"ring": 4},
+]
+LAYOUTS = {  # by (processes, how many of their layouts)
+    (2, "all"): [{"sp": 1}, {"ulysses": 2}, {"ring": 2}],
+    (4, "some"): FOUR[2:4],
+    (4, "all"): FOUR,
 }
 SHARDS = ["none", "grads", "full"]
 
@@ -81,7 +83,7 @@ def references(folder):
     return {mode: runs.run(folder, **options(folder, mode)) for mode in MODES}
 
 
-def cases_of(folder, world: int) -> list[dict]:
+def cases_of(folder, world) -> list[dict]:
     """Every layout for every mode; sharding, pack size and recomputation go around so that each meets each mode."""
     cases = []
     for m, mode in enumerate(MODES):
@@ -93,12 +95,12 @@ def cases_of(folder, world: int) -> list[dict]:
     return cases
 
 
-@pytest.mark.parametrize("world", LAYOUTS)
+@pytest.mark.parametrize("world", [*list(LAYOUTS)[:2], pytest.param((4, "all"), marks=pytest.mark.slow)])
 def test_every_mode_trains_the_same(folder, references, world):
     """If this goes, a mode's loss, gradients or weights depend on the layout: a condition that is not cut with its
     tokens, an image's features that go to another sample, an expert that some ranks skip, a frozen weight."""
     cases = cases_of(folder, world)
-    results = spawn(runs.run_all, world, folder, cases)
+    results = spawn(runs.run_all, world[0], folder, cases)
     for i, case in enumerate(cases):
         mode = list(MODES)[i // len(LAYOUTS[world])]
         failures = failures_of([case], [[records[i]] for records in results], {"adamw": references[mode]})
@@ -136,7 +138,7 @@ def test_frozen_weights_stay(folder, references):
 RESUMES = {"i2v-experts": (1, {"ring": 2, "shard": "grads"}), "lora": (2, {"ulysses": 2, "shard": "full"})}
 
 
-@pytest.mark.parametrize("mode", RESUMES)
+@pytest.mark.parametrize("mode", [pytest.param("i2v-experts", marks=pytest.mark.slow), "lora"])
 def test_a_killed_run_goes_on_in_another_layout(folder, references, mode):
     """If this goes, a run of two experts, or of adapters, that is killed in the middle of a step does not go on as if
     it had not been: one expert's optimizer, step or weights, or an adapter's dropout, begin anew."""
