@@ -113,11 +113,17 @@ def test_cache_keys(items):
 def test_ranks_share_the_work(items, tmp_path):
     """Two ranks encode disjoint halves, though one begins before the other has listed what is missing; both then see
     the whole cache."""
-    logs, barrier, errors = [[], []], threading.Barrier(2, timeout=60), []
+    logs, barrier, errors, told = [[], []], threading.Barrier(2, timeout=60), [], []
 
     def run(rank):
+        def agree(function):
+            if rank == 0:
+                told.append(function())
+            barrier.wait()
+            return told[0]
+
         try:
-            data = make_dataset(items, tmp_path, logs[rank], rank=rank, world=2, barrier=barrier.wait)
+            data = make_dataset(items, tmp_path, logs[rank], rank=rank, world=2, barrier=barrier.wait, agree=agree)
             assert all(data.sample(i, 0)["latents"].shape == data.shape(i, 0) for i in range(4))
         except BaseException as error:
             errors.append(error)
