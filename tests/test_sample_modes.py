@@ -18,6 +18,7 @@ import memory
 import model
 import sample
 import train
+import watch
 from lora import Adapter, LoRA
 from lora_formats import write_lora
 from model import WanDiT
@@ -260,8 +261,9 @@ def trained(folder: Path, cases: list[dict]) -> list[dict]:
     for changes in cases:
         preset = PRESETS[changes["model"]]
         short = replace(preset, sampling=replace(preset.sampling, frames=5, steps=3))
-        with capture() as found, patch.dict(PRESETS, {changes["model"]: short}):
-            runs.run_all(folder, [changes])
+        presets, pictures = patch.dict(PRESETS, {changes["model"]: short}), patch.object(watch, "first_batch")
+        with capture() as found, presets, pictures:
+            runs.run(folder, **changes)
         results.append(joined(found))
     return results
 
