@@ -261,7 +261,10 @@ def trained(folder: Path, cases: list[dict]) -> list[dict]:
     for changes in cases:
         preset = PRESETS[changes["model"]]
         short = replace(preset, sampling=replace(preset.sampling, frames=5, steps=3))
-        presets, pictures = patch.dict(PRESETS, {changes["model"]: short}), patch.object(watch, "first_batch")
+        presets, pictures = (
+            patch.dict(PRESETS, {changes["model"]: short}),
+            patch.object(watch, "first_batch", lambda *_: None),
+        )
         with capture() as found, presets, pictures:
             runs.run(folder, **changes)
         results.append(joined(found))
