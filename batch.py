@@ -172,19 +172,21 @@ def block_pass(wan: WanConfig, device: torch.device, dtype: torch.dtype):
 def pack_loss(model, pack: Pack, layout, dtype) -> Tensor:
     """This rank's share of the loss: of the pack's tokens those that lie here. Targets and weights are cut as the
     model cuts the tokens; padding gets weight zero."""
-    wan, sp, device = model_config(model), layout.seam(), layout.device
-    patch_size = wan.patch_size
-    targets = [patchify(x, patch_size) for x in pack.targets]
+    inner = getattr(model, "module", model)  # DDP keeps the model in .module
+    wan, sp, device = inner.config, layout.seam(), layout.device
+    targets = [patchify(x, wan.patch_size) for x in pack.targets]
     weights = [w.repeat_interleave(len(t) // len(w)).to(t.dtype) for t, w in zip(targets, pack.weights, strict=True)]
     target = sp.shard(torch.cat(targets)).to(device, non_blocking=True)  # (l, P)
     weight = sp.shard(torch.cat(weights)).to(device, non_blocking=True)  # (l,)
     owners = torch.cat([torch.full((len(t),), i) for i, t in enumerate(targets)])
     owner = sp.shard(owners).to(device, non_blocking=True)  # (l,); padding says 0 and weighs nothing
 
-    image_tokens = len(torch.cat(pack.image).flatten(0, 1)) // len(targets) if pack.image else 0
-    lengths = [len(t) for t in targets]
-    keys = lora.dropout_keys(pack.seed, pack.positions, lengths, wan.text_len, image_tokens, sp.shard)
-    lora.set_keys(getattr(model, "module", model), keys)
+    if any(layer.dropout for layer in lora.layers(inner)):
+        image_tokens = math.prod(pack.image[0].shape[:2]) if pack.image else 0
+        lengths = [len(t) for t in targets]
+        lora.set_keys(
+            inner, lora.dropout_keys(pack.seed, pack.positions, lengths, wan.text_len, image_tokens, sp.shard)
+        )
 
     def ready(tensors: list[Tensor]) -> list[Tensor]:
         return [x.to(device, dtype, non_blocking=True) for x in tensors]
@@ -200,7 +202,3 @@ def pack_loss(model, pack: Pack, layout, dtype) -> Tensor:
     )  # (l, P)
     pack.shares = flow.sample_losses(prediction.detach(), target, weight, owner, len(targets))
     return flow.flow_loss(prediction, target, weight)
-
-
-def model_config(model):
-    return getattr(model, "module", model).config  # DDP keeps the model in .module

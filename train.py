@@ -32,6 +32,7 @@ import flow
 import lora
 import parallel
 import parity
+import prompts
 import resume
 import sample
 import stream
@@ -443,7 +444,7 @@ def check(config: Config) -> dict[str, str]:
     resume.check(Path("runs") / config.run, {"options": dataclasses.asdict(config)})
     flow.training_sigmas(torch.zeros(1), config.shift, config.timestep_sampling, *config.noise_range)
     watch.steps_between(config.validate_every, 1, 1)
-    sample.requests_for_training(config)
+    prompts.requests_for_training(config)
     if config.trainable and config.lora_rank:
         raise ValueError("--trainable trains weights and --lora-rank adapters beside them; leave one out")
     if config.lora and not config.lora_rank:

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 import batch
 import parallel
+import prompts
 import sample
 import stream
 from presets import PRESETS
@@ -207,7 +208,7 @@ class Validation:
         self.every = steps_between(config.validate_every, samples, config.batch_size)
         self.config, self.held_out, self.layout, self.run = config, held_out, layout, run
         self.preset, self.components = PRESETS[config.model], components
-        self.requests = sample.requests_for_training(config)
+        self.requests = prompts.requests_for_training(config)
         count = (len(held_out) if held_out else 0) * config.validation_sigmas
         self.options = dataclasses.replace(config, batch_size=max(1, count), image_condition=1.0, loss_weight="none")
 
@@ -215,7 +216,7 @@ class Validation:
         return bool(self.every) and step % self.every == 0 or step == self.config.steps
 
     def __call__(self, step: int, parts: dict) -> dict:
-        """What to add to the step's record; every rank calls."""
+        """What the look at a step found, for a line of metrics.jsonl; nothing where none is due. Every rank calls."""
         if not self.due(step) or not (self.held_out or self.requests):
             return {}
         with averaged(parts), torch.no_grad():

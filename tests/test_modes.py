@@ -5,7 +5,8 @@ import runs
 import torch
 from safetensors.torch import load_file
 from spawn import spawn
-from test_layouts import TOLERANCE, failures_of
+from test_layouts import LAYOUTS as GRID
+from test_layouts import SHARDS, TOLERANCE, failures_of
 
 import lora
 from lora_formats import read_lora, write_lora
@@ -23,20 +24,11 @@ MODES = {  # options of each; the experts' batch of 4 has samples of both in som
     "lora": {"model": "demo-i2v", "lora_rank": 3, "lora_alpha": 5.0, "lora_dropout": 0.3, "lora_targets": TARGETS},
     "trainable": {"trainable": r"self_attn\.[qk]|blocks\.1\.ffn", "data": "mixed"},
 }
-FOUR = [
-    {"sp": 1},
-    {"sp": 2, "ulysses": 2},
-    {"ulysses": 2, "ring": 2},
-    {"sp": 2, "ring": 2},
-    {"ulysses": 4},
-    {"ring": 4},
-]
 LAYOUTS = {  # by (processes, how many of their layouts)
-    (2, "all"): [{"sp": 1}, {"ulysses": 2}, {"ring": 2}],
-    (4, "some"): FOUR[2:4],
-    (4, "all"): FOUR,
+    (2, "all"): GRID[2],
+    (4, "some"): [{"ulysses": 2, "ring": 2}, {"sp": 2, "ring": 2}],
+    (4, "all"): GRID[4],
 }
-SHARDS = ["none", "grads", "full"]
 
 
 @pytest.fixture(scope="module")

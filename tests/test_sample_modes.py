@@ -16,6 +16,7 @@ from spawn import spawn
 
 import memory
 import model
+import prompts
 import sample
 import train
 import watch
@@ -345,6 +346,6 @@ def test_one_expert_makes_no_videos(folder):
     """If this goes, training one of two experts ends in an error after its last step, when it is to be sampled."""
     options = {"model": "demo-t2v-experts", "checkpoint": str(folder / "demo-t2v-experts.safetensors"), "sample": True}
     config = train.settle(train.Config(**options, expert="high"))
-    assert sample.requests_for_training(config) == []
+    assert prompts.requests_for_training(config) == []
     with pytest.raises(ValueError, match="it takes both experts to sample, --expert low trains one"):
-        sample.requests_for_training(train.settle(train.Config(**options, expert="low", prompts="text.jsonl")))
+        prompts.requests_for_training(train.settle(train.Config(**options, expert="low", prompts="text.jsonl")))

@@ -25,6 +25,7 @@ import sample
 import train
 from memory import Memory
 from presets import PRESETS
+from prompts import Request
 from video import contact_sheet, to_pixels, write_mp4
 
 
@@ -65,7 +66,7 @@ def overfit(model: str, folder: Path, steps: int, lr: float, sheet: Path | None)
     frames = to_pixels(clip)
     pictures = {"image": frames[0]} if preset.condition else {}
     pictures |= {"last_image": frames[-1]} if preset.condition == "first-last" else {}
-    ((_, video),) = sampler.videos([sample.Request(scene.caption(0), **pictures)], seed=1)
+    ((_, video),) = sampler.videos([Request(scene.caption(0), **pictures)], seed=1)
     best = components.decode(dataset.sample(0, 0)["latents"])
     if sheet:
         contact_sheet(sheet / f"{model}.png", [video, best])
