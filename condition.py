@@ -101,21 +101,22 @@ def prepared(picture: np.ndarray, kind: str, size: tuple[int, int]) -> Tensor:
 def lanczos(picture: np.ndarray, height: int, width: int) -> np.ndarray:
     """(h, w, 3) uint8 resized with Lanczos-3, widened when shrinking, rounded to uint8 after each of the two passes,
     columns first: what Pillow's resize(LANCZOS) does, which the released pipeline was written with."""
+    pixels = torch.from_numpy(np.ascontiguousarray(picture)).to(torch.float64)  # whole numbers: sums are exact
     for axis, size in ((1, width), (0, height)):
-        weights = np.rint(lanczos_weights(picture.shape[axis], size) * 2**22)  # in fixed point, as there
-        resized = np.tensordot(weights, picture.astype(np.float64), (1, axis)) + 2**21  # (size, the other edge, 3)
-        picture = np.clip(np.moveaxis(resized, 0, axis) // 2**22, 0, 255).astype(np.uint8)
-    return picture
+        weights = (lanczos_weights(pixels.shape[axis], size) * 2**22).round()  # in fixed point, as there
+        resized = torch.tensordot(weights, pixels, ([1], [axis])).movedim(0, axis) + 2**21
+        pixels = (resized / 2**22).floor().clamp(0, 255)
+    return pixels.to(torch.uint8).numpy()
 
 
-def lanczos_weights(old: int, new: int) -> np.ndarray:
-    """(new, old): the share of each old pixel in each new one."""
+def lanczos_weights(old: int, new: int) -> Tensor:
+    """(new, old) float64: the share of each old pixel in each new one."""
     scale = old / new
     stretch = max(scale, 1.0)
-    centre = (np.arange(new) + 0.5) * scale
-    x = np.arange(old) + 0.5
-    first, last = (np.floor(np.clip(centre + side * 3 * stretch + 0.5, 0, old)) for side in (-1, 1))
-    distance = (x - centre[:, None]) / stretch
-    weights = np.sinc(distance) * np.sinc(distance / 3) * (abs(distance) < 3)
-    weights *= (np.arange(old) >= first[:, None]) & (np.arange(old) < last[:, None])
-    return weights / weights.sum(1, keepdims=True)
+    centre = ((torch.arange(new, dtype=torch.float64) + 0.5) * scale).unsqueeze(1)
+    pixel = torch.arange(old, dtype=torch.float64)
+    first, last = (torch.floor((centre + side * 3 * stretch + 0.5).clamp(0, old)) for side in (-1, 1))
+    distance = (pixel + 0.5 - centre) / stretch
+    weights = torch.sinc(distance) * torch.sinc(distance / 3) * (distance.abs() < 3)
+    weights = weights * ((pixel >= first) & (pixel < last))
+    return weights / weights.sum(1, keepdim=True)
