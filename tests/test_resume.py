@@ -152,7 +152,6 @@ def assert_same(run: Path, reference: Path):
 # Kills
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world, kills", [(2, 12), (4, 8)])
 def test_kills_at_random(prepared, unbroken, world, kills):
     """If this goes, there is a moment at which a SIGKILL costs more than time: a run that does not resume, or whose
@@ -239,7 +238,6 @@ class KilledIn:
             setattr(owner, name, stand_in)
 
 
-@pytest.mark.slow
 def test_a_kill_in_every_window(prepared, unbroken):
     """If this goes, a save, a rename or a line has a moment in it that a kill does not survive: half of something is
     taken for whole."""
@@ -290,7 +288,6 @@ def test_a_chain_of_layouts(prepared, unbroken):
 # Signals that ask
 
 
-@pytest.mark.slow
 def test_sigterm_and_sigint_save_and_exit(prepared, unbroken):
     """If this goes, a job whose time is up loses the steps since its last save, or one rank stops while the others
     wait for it."""
@@ -332,7 +329,6 @@ class SmallFiles:
         return observe
 
 
-@pytest.mark.slow
 def test_a_save_that_fails_is_told_and_training_goes_on(prepared, unbroken):
     """If this goes, a disk that is full for a while ends a run, or costs it its last good checkpoint, or nobody is
     told."""
@@ -511,7 +507,6 @@ class KilledInTheFill:
         cache.save_file = die_in_the_third
 
 
-@pytest.mark.slow
 def test_a_kill_while_the_cache_is_filled_by_two_jobs(prepared, unbroken):
     """If this goes, two jobs that fill one cache spoil it for each other, or a kill leaves half an entry that is then
     trained on; or what it left behind stays for ever."""
