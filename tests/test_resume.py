@@ -134,7 +134,9 @@ def losses(run: Path) -> list[float]:
 
 
 def files_of(run: Path) -> list[str]:
-    return sorted(str(path.relative_to(run)) for path in run.rglob("*"))
+    """All that a run leaves but TensorBoard's files: every start opens one more, named by the time."""
+    names = (str(path.relative_to(run)) for path in run.rglob("*"))
+    return sorted(name for name in names if not name.startswith("tensorboard"))
 
 
 def assert_same(run: Path, reference: Path):
