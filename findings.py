@@ -11,19 +11,20 @@ def finding(phase: str, name: str, kind: str, text: str, ranks=()) -> dict:
 
 def check_ranks(trace, entries: list[dict], ranks: Tensor) -> list[dict]:
     """What must be alike on several ranks and is not. ranks (E, world, 2)."""
+    odd_ones = {}  # entry: the ranks that differ from the first of their group, that one, and the group's size
+    for agree, width in {"world": trace.world, "sp": trace.sp}.items():
+        mine = [i for i, entry in enumerate(entries) if entry["agree"] == agree]
+        groups = ranks[mine].unflatten(1, (-1, width))  # (entries, groups, width, 2)
+        size = groups[..., 1:].nan_to_num(0.0).amax(2, keepdim=True).sqrt()
+        apart = (groups - groups[:, :, :1]).abs() > 1e-10 * torch.cat((size, size * size), -1)
+        apart |= groups.isnan() != groups[:, :, :1].isnan()
+        for i, group, rank in apart.any(-1).nonzero().tolist():
+            odd_ones.setdefault(mine[i], (set(), group * width, width))[0].add(group * width + rank)
     found = {}
-    for entry, values in zip(entries, ranks, strict=True):
-        width = {"world": trace.world, "sp": trace.sp, "": 1}[entry["agree"]]
-        for first in range(0, trace.world, width):
-            group = values[first : first + width]
-            size = group[:, 1].nan_to_num(0.0).amax().sqrt()
-            apart = (group - group[0]).abs() > 1e-10 * torch.stack((size, size * size))
-            apart |= group.isnan() != group[0].isnan()
-            if apart.any():
-                odd = {first + i for i in apart.any(1).nonzero().flatten().tolist()}
-                item = found.setdefault(entry["phase"], ([], set(), first, width))
-                item[0].append(entry["name"])
-                item[1].update(odd)
+    for i, (odd, first, width) in sorted(odd_ones.items()):
+        item = found.setdefault(entries[i]["phase"], ([], set(), first, width))
+        item[0].append(entries[i]["name"])
+        item[1].update(odd)
     return [
         finding(
             phase,

@@ -136,13 +136,23 @@ def named(parts: dict) -> list:
 
 
 def whole(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies of tensors, put together from all ranks' shards (FSDP2 cuts along dim 0) in one exchange."""
-    here = {name: (x.to_local() if isinstance(x, DTensor) else x).clone() for name, x in named.items()}
-    if not any(isinstance(x, DTensor) for x in named.values()):
-        return here
-    everyones = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, here)
-    return {name: torch.cat([part[name] for part in everyones]) for name in named}
+    """Copies of tensors, put together from all ranks' shards (FSDP2 cuts along dim 0) in one exchange. They are views
+    of one piece of memory: thousands of small ones take long to send."""
+    here = flat([x.to_local() if isinstance(x, DTensor) else x for x in named.values()])
+    if any(isinstance(x, DTensor) for x in named.values()):
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, here)
+        here = flat([torch.cat(shards) for shards in zip(*(views(*part) for part in parts), strict=True)])
+    return dict(zip(named, views(*here), strict=True))
+
+
+def flat(tensors: list[torch.Tensor]) -> tuple:
+    return torch.cat([x.flatten() for x in tensors]), [(x.shape, x.dtype) for x in tensors]
+
+
+def views(end_to_end: torch.Tensor, kinds: list[tuple]) -> list[torch.Tensor]:
+    parts = end_to_end.split([shape.numel() for shape, _ in kinds])
+    return [x.view(shape).to(dtype) for x, (shape, dtype) in zip(parts, kinds, strict=True)]
 
 
 def run_all(folder: Path, cases: list[dict]) -> list[dict]:

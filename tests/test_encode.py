@@ -1,7 +1,9 @@
 """The cache filled ahead, and training without one."""
 
 import dataclasses
+import io
 import os
+from contextlib import redirect_stdout
 from unittest.mock import patch
 
 import pytest
@@ -34,28 +36,30 @@ def words_of(folder, **changes) -> list[str]:
     return words
 
 
-def fill(folder, words: list[str]) -> int:
+def fill(folder, words: list[str]) -> tuple[int, str]:
+    """Exit code and output."""
     os.chdir(folder)
-    with patch.object(parallel, "stop"):  # the group is spawn's
-        return data.main(["cache", *words])
+    with patch.object(parallel, "stop"), redirect_stdout(io.StringIO()) as said:  # the group is spawn's
+        return data.main(["cache", *words]), said.getvalue()
 
 
 def entries(folder) -> dict:
     return {path.name: path.stat().st_mtime_ns for path in (folder / "cache").glob("*/*.safetensors")}
 
 
-def test_cache_filled_ahead(folder, capfd):
+def test_cache_filled_ahead(folder, capsys):
     """If this goes, what was encoded ahead is encoded again by training, or by every rank, or `data.py cache` wants a
     model's checkpoint, which machines that only encode do not have."""
     words = words_of(folder)
     assert "--checkpoint" not in words and not (folder / "cache").exists()
-    assert spawn(fill, 2, folder, words) == [0, 0]
+    codes, said = zip(*spawn(fill, 2, folder, words), strict=True)
+    assert codes == (0, 0)
     # Four captions and the empty one; windows of 9 and 5 frames, and two images.
-    assert capfd.readouterr().out.count("cache: 0 of 9 found, 9 encoded") == 1
+    assert "".join(said).count("cache: 0 of 9 found, 9 encoded") == 1
     before = entries(folder)
     assert len(before) == 9
     runs.run(folder, **FAST)
-    assert "cache: 9 of 9 found, 0 encoded" in capfd.readouterr().out and entries(folder) == before
+    assert "cache: 9 of 9 found, 0 encoded" in capsys.readouterr().out and entries(folder) == before
 
 
 def test_nothing_is_kept(folder):

@@ -90,7 +90,7 @@ def gather_error(world: int, layouts, spawned) -> float:
     for results in spawned:
         for total, summed, gathered in results:
             pairs = [(total, loss), *zip(summed, grads, strict=True), *zip(gathered, ours, strict=True)]
-            worst = max(worst, *(float((a - b).norm() / b.norm()) for a, b in pairs))
+            worst = max(worst, *(float((a - b).detach().norm() / b.detach().norm()) for a, b in pairs))
     return worst
 
 

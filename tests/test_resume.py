@@ -1,7 +1,6 @@
 """Runs that are killed, stopped, or run out of disk, and go on: real processes, real signals."""
 
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -9,10 +8,8 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from unittest.mock import patch
@@ -23,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from spawn import server
 
 import cache
 import model
@@ -37,16 +35,13 @@ OPTIONS = dict(steps=STEPS, save_every=1, keep=2, ema=0.9, run="run", precision=
 
 
 class Job:
-    """A training run of several processes, forked from a server that has imported everything: a start costs
-    milliseconds, and each process can be killed like any other."""
-
-    server = multiprocessing.get_context("forkserver")
+    """A training run of several processes, each of which can be killed like any other."""
 
     def __init__(self, folder: Path, world: int, hook=None, **changes):
         meet = folder / f"meet-{time.monotonic_ns()}"
         self.output = [folder / f"{meet.name}.{rank}" for rank in range(world)]
         args = [(rank, world, folder, meet, self.output[rank], hook, OPTIONS | changes) for rank in range(world)]
-        self.processes = [self.server.Process(target=work, args=a) for a in args]
+        self.processes = [server().Process(target=work, args=a) for a in args]
         for process in self.processes:
             process.start()
 
@@ -95,11 +90,8 @@ def work(rank: int, world: int, folder: Path, meet: Path, output: Path, hook, ch
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """Files, weights and a filled cache; and the server that jobs are forked from."""
+    """Files, weights and a filled cache."""
     folder = tmp_path_factory.mktemp("resume")
-    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
-        Job.server.set_forkserver_preload(["test_resume"])
-        forkserver.ensure_running()
     runs.prepare(folder)
     return folder
 

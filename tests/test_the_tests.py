@@ -102,7 +102,9 @@ def run_faulty(folder, faults):
     results = []
     for fault in faults:
         with fault():
-            results.append([runs.run(folder, steps=2, optimizer="sgd", **layout) for layout in TRAINING[fault]])
+            results.append(
+                runs.run_all(folder, [dict(steps=2, optimizer="sgd", **layout) for layout in TRAINING[fault]])
+            )
     return results
 
 
