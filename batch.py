@@ -81,6 +81,12 @@ def token_count(shape: Sequence[int], wan: WanConfig) -> int:
     return math.prod(shape[1:]) // math.prod(wan.patch_size)
 
 
+def longest(dataset, wan: WanConfig) -> int:
+    """Tokens of the longest sample that the data can give."""
+    clips = [(i, variant) for i in range(len(dataset)) for variant in range(dataset.variants(i))]
+    return max(token_count(dataset.shape(*clip), wan) for clip in clips)
+
+
 def sigmas_of(drawn: list[stream.Draw], config) -> list[float]:
     uniforms = torch.tensor([d.uniform for d in drawn], dtype=torch.float64)
     return flow.training_sigmas(uniforms, config.shift, config.timestep_sampling, *config.noise_range).tolist()

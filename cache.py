@@ -79,7 +79,7 @@ class LatentDataset:
         vae                encode(video) -> (C, F, H, W), .config, .spatial, .temporal
         encode_text        prompts -> as many (L, text_dim), one by one: in batches, the rounding of a text would depend
                            on which others the cache lacked. Gets captions that the cache lacks
-        text_fingerprint   of the text encoder's weights and the tokenizer
+        text_fingerprint   of the text encoder's weights and precision, and the tokenizer
         cache_dir          one folder for all ranks; "off": no files. Samples are then encoded whenever they are asked
                            for, text states stay in memory; to the bit the same
         condition          what the model is given of a clip, see presets.py

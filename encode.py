@@ -28,6 +28,7 @@ class EncodeOptions(survey.DataOptions):
     vae: str = ""  # weights of the VAE; empty: the demo's
     text_encoder: str = ""  # weights of the umT5 encoder; empty: the demo's
     tokenizer: str = ""  # SentencePiece file; empty: the demo's
+    text_precision: Literal["", "fp32", "bf16"] = ""  # of the umT5 encoder; empty: bf16, as released, the demo's fp32
     image_encoder: str = ""  # weights of the CLIP vision tower, for Wan 2.1's image to video; empty: the demo's
     vae_tile: int = 0  # edge of the VAE's tiles, in latents (of 8 x 8 pixels, 16 x 16 in Wan 2.2); 0: whole frames
     vae_overlap: int = 8  # of tiles, in latents
@@ -44,7 +45,7 @@ def load_dataset(
         layout.check_shared(Path(config.cache).expanduser(), "--cache")
     found = layout.on_rank_0(survey.survey, config, entries)
     text_files = [*weights.weight_files(Path(paths["text_encoder"]).expanduser()), Path(paths["tokenizer"])]
-    text_key = " ".join(layout.on_rank_0(cache.digests, text_files))
+    text_key = " ".join([*layout.on_rank_0(cache.digests, text_files), str(components.text_dtype)])
     dataset = cache.LatentDataset(
         found.items,
         survey.clip_spec(config),

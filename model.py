@@ -265,11 +265,13 @@ class ModulatedNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, scale, mean, rstd = ctx.saved_tensors
-        grad_shift, grad_scale = torch.zeros_like(scale), torch.zeros_like(scale)
-        for r, here in spans(ctx.runs):
-            g = at_least_float32(grad[here])
-            grad_shift[r] += g.sum(0)
-            grad_scale[r] += ((x[here] - mean[here]) * rstd[here] * g).sum(0)
+        grad_shift = grad_scale = None
+        if any(ctx.needs_input_grad[1:3]):  # under adapters the modulation is frozen
+            grad_shift, grad_scale = torch.zeros_like(scale), torch.zeros_like(scale)
+            for r, here in spans(ctx.runs):
+                g = at_least_float32(grad[here])
+                grad_shift[r] += g.sum(0)
+                grad_scale[r] += ((x[here] - mean[here]) * rstd[here] * g).sum(0)
         normed = join((grad[here] * (1 + scale[r])).to(x.dtype) for r, here in spans(ctx.runs))
         layer_norm_backward = torch.ops.aten.native_layer_norm_backward
         grad_x = layer_norm_backward(normed, x, x.shape[-1:], mean, rstd, None, None, [True, False, False])[0]
@@ -288,8 +290,8 @@ class GatedAdd(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         y, gate = ctx.saved_tensors
-        grad_gate = torch.zeros_like(gate)
-        for r, here in spans(ctx.runs):
+        grad_gate = torch.zeros_like(gate) if ctx.needs_input_grad[2] else None
+        for r, here in spans(ctx.runs) if grad_gate is not None else ():
             grad_gate[r] += (at_least_float32(grad[here]) * y[here]).sum(0)
         return grad, join((grad[here] * gate[r]).to(y.dtype) for r, here in spans(ctx.runs)), grad_gate, None
 

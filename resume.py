@@ -18,15 +18,18 @@ What is being written has a name that ends in .partial until it is whole and was
 own. So whatever else is there is whole, and the next start removes what a killed run left behind.
 """
 
+import fcntl
 import json
 import re
 import shutil
 import signal
+import sys
 import time
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -53,6 +56,7 @@ from weights import whole_weights, write_weights
 
 # May differ from the options that wrote a checkpoint. Rounding counts as a change here; of files the content counts.
 FREE_OPTIONS = (LAYOUT_OPTIONS | KEEPING_OPTIONS | PATH_OPTIONS) - {"precision"}
+CLAIMED: dict[Path, TextIO] = {}  # the locks that this process holds, by the run's folder
 STOPPED = 128 + signal.SIGTERM  # exit status of a run that was told to stop, and did so in good order
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 
@@ -388,17 +392,30 @@ def load(folder: Path, parts: dict, layout) -> int:
 
 def open_run(run: Path, folder: Path | None, record: dict):
     """Rank 0's: remove what a killed run left behind, and say what runs here now."""
-    prepare_folder(run)
+    run.mkdir(parents=True, exist_ok=True)
+    for orphan in run.glob("*.partial"):
+        shutil.rmtree(orphan) if orphan.is_dir() else orphan.unlink()
     write_text(run / "config.json", json.dumps(record, indent=2))
     if folder and folder.resolve().parent == run.resolve():
         write_text(run / "latest", folder.name)  # so that a kill from here on leads back to it
 
 
-def prepare_folder(run: Path):
-    """Make the folder of a run, which says that it was begun, and remove what a killed run left in it by half."""
+def claim(run: Path):
+    """Make the folder of a run, which says that it was begun; ValueError if another process trains into it. The lock
+    goes with the process that holds it, killed or not, so none is left behind."""
     run.mkdir(parents=True, exist_ok=True)
-    for orphan in run.glob("*.partial"):
-        shutil.rmtree(orphan) if orphan.is_dir() else orphan.unlink()
+    if run in CLAIMED:
+        CLAIMED.pop(run).close()
+    CLAIMED[run] = file = open(run / ".lock", "a")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise ValueError(
+            f"{run} is in the hands of a job that still runs: stop that one, or choose another --run (--name under "
+            "torchrun)"
+        ) from None
+    except OSError as error:  # a file system without locks
+        tqdm.write(f"{run} cannot be locked ({reason(error)}): see to it that no other job trains into it", sys.stderr)
 
 
 def refuse_damage(folder: Path):

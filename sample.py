@@ -71,6 +71,7 @@ class Config:
     ulysses: int = 0  # of which by all-to-all over heads; 0: the largest number that divides sp and the heads
     ring: int = 0  # of which by a ring of keys and values; 0: the rest
     precision: Literal["fp64", "fp32", "bf16"] = "fp32"  # of the model's pass; the VAE runs in float32
+    text_precision: Literal["", "fp32", "bf16"] = ""  # of the umT5 encoder; empty: bf16, as released, the demo's fp32
     shard: Literal["none", "full"] = "none"  # full: the ranks share the weights of model and text encoder
     memory: Literal["whole", "idle", "blocks"] = "whole"  # idle: on the device is only what is at work; blocks: and of
     # the model at most two of its blocks
@@ -91,6 +92,7 @@ class Components:
     vae: WanVAE
     image_encoder: CLIPVision | None
     text_config: object
+    text_dtype: torch.dtype
     text_path: str
     tokenizer: Tokenizer
     layout: parallel.Layout
@@ -104,7 +106,7 @@ class Components:
         all ranks call this, with equally many prompts, and take all that it yields."""
         if prompts and not self.encoder:
             with torch.device("meta"):
-                encoder = UMT5Encoder(self.text_config)
+                encoder = UMT5Encoder(self.text_config).to(self.text_dtype)
             load = partial(load_weights, path=self.text_path, what="a umT5 encoder of this size")
             self.encoder.append(place(encoder, load, self.layout, self.memory, encoder.blocks, self.sharded))
         with self.memory.using(*self.encoder):
@@ -251,7 +253,8 @@ def load_components(config, paths: dict[str, str], layout: parallel.Layout, memo
         clip = place(CLIPVision(CLIP_CONFIGS[preset.image_encoder]), load, layout, memory)
     tokenizer = Tokenizer(paths["tokenizer"], CONFIGS[config.model].text_len)
     text_config, sharded = UMT5_CONFIGS[preset.text_encoder], config.shard == "full" and layout.world > 1
-    return Components(vae, clip, text_config, paths["text_encoder"], tokenizer, layout, memory, sharded)
+    text_dtype = DTYPES[config.text_precision or ("fp32" if preset.demo else "bf16")]
+    return Components(vae, clip, text_config, text_dtype, paths["text_encoder"], tokenizer, layout, memory, sharded)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

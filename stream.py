@@ -267,11 +267,7 @@ def assign_packs(tokens: Sequence[int], costs: Sequence[float], ranks: int, pack
     which meet at every pack meet at packs of like cost. All ranks get as many packs as the one with most, the rest
     being empty, since a pack's collectives need every rank. Raises ValueError for a sample that fits no pack.
     """
-    if pack_tokens and max(tokens) > pack_tokens:
-        raise ValueError(
-            f"a sample of {max(tokens)} tokens does not fit --pack-tokens {pack_tokens}; "
-            f"use --pack-tokens {max(tokens)} or more, or smaller clips (--frames, --height, --width, --max-area)"
-        )
+    check_fits(max(tokens), pack_tokens)
     shares, loads = [[] for _ in range(ranks)], [0.0] * ranks
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         rank = min(range(ranks), key=lambda r: (loads[r], len(shares[r]), r))
@@ -282,6 +278,16 @@ def assign_packs(tokens: Sequence[int], costs: Sequence[float], ranks: int, pack
     result = [sorted(packs, key=lambda pack: -sum(costs[i] for i in pack)) for packs in result]
     most = max(len(packs) for packs in result)
     return [packs + [[] for _ in range(most - len(packs))] for packs in result]
+
+
+def check_fits(longest: int, pack_tokens: int, sp: int = 1) -> None:
+    """ValueError if a sample of `longest` tokens, which `sp` ranks share, fits no pack of `pack_tokens` on each."""
+    if pack_tokens and longest > pack_tokens * sp:
+        shared = f", which {sp} ranks share," * (sp > 1)
+        raise ValueError(
+            f"a sample of {longest} tokens{shared} does not fit --pack-tokens {pack_tokens}; use --pack-tokens "
+            f"{-(-longest // sp)} or more, or smaller clips (--frames, --height, --width, --max-area)"
+        )
 
 
 def exchange(shares: list[list[int]], loads: list[float], costs: Sequence[float]) -> None:

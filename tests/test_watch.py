@@ -196,6 +196,24 @@ def test_the_same_weights_have_the_same_validation_loss(folder):
     assert metrics(folder, "still")[0]["validation"]["loss"] == pytest.approx(losses[0], rel=1e-12)
 
 
+def test_what_fits_no_pack_is_found_at_the_start(folder):
+    """If this goes, a run fails days later, at the step that draws its longest sample, or at its first validation."""
+    runs.write_files(folder / "long", {"long": (9, 80, 80)})
+    with pytest.raises(
+        ValueError, match="a sample of 45 tokens does not fit --pack-tokens 44; use --pack-tokens 45 or"
+    ):
+        runs.run(folder, run="unfit", pack_tokens=44)
+    with pytest.raises(
+        ValueError, match="a sample of 75 tokens does not fit --pack-tokens 74; use --pack-tokens 75 or"
+    ):
+        runs.run(folder, run="unfit", pack_tokens=74, validation=str(folder / "long"))
+    with pytest.raises(
+        ValueError, match=r"75 tokens, which 2 ranks share, .* --pack-tokens 37; use --pack-tokens 38 or"
+    ):
+        stream.check_fits(75, 37, 2)
+    assert not (folder / "runs" / "unfit" / "metrics.jsonl").exists()
+
+
 def test_validation_takes_no_larger_batch_than_training(folder):
     """If this goes, a run that fits its memory dies in its first validation: all held-out items at once."""
     sizes, whole = [], batch.divide
