@@ -69,7 +69,8 @@ def check_gradients(trace, entries: list[dict], numbers: Tensor) -> list[dict]:
 
 def check_facts(trace, facts: list[dict]) -> list[dict]:
     """facts: of each rank, as the caller left them in `trace.facts`, all optional: samples [(position, sample, noise
-    digest)], batch (first position, number), tokens [(here, in the pack)], lr (used, scheduled)."""
+    digest)], batch (first position, number of positions, samples of an epoch), trains (those of its positions that this
+    model trains on; default: all), tokens [(here, in the pack)], lr (used, scheduled)."""
     found, owner = [], {}
     for rank, fact in enumerate(facts):
         first = rank // trace.sp * trace.sp
@@ -128,7 +129,7 @@ def check_stream(trace, facts: list[dict], seen: set[int]) -> list[dict]:
     found = []
     if "batch" in facts[0]:
         start, count, samples = facts[0]["batch"]
-        wrong = seen.symmetric_difference(range(start, start + count))
+        wrong = seen.symmetric_difference(facts[0].get("trains", range(start, start + count)))
         if wrong:
             found.append(
                 finding(

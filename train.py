@@ -217,7 +217,7 @@ def train_step(step: int, now: batch.Step, parts, config: Config, layout, keeper
         def loss_of(pack: batch.Pack, wrapped=part.wrapped) -> Tensor:
             return batch.pack_loss(wrapped, pack, layout, dtype)
 
-        part.trace.start(step, packs, part.wrapped, loss_of)
+        part.trace.start(step, packs, now.experts[expert], part.wrapped, loss_of)
         for i, pack in enumerate(packs):
             with parallel.synchronize(part.wrapped, last=i == len(packs) - 1), part.trace.micro_batch(pack):
                 loss = loss_of(pack)

@@ -1,5 +1,8 @@
 """The one idea for every way to train: the modes' loss curves do not depend on the layout either."""
 
+import io
+from contextlib import redirect_stdout
+
 import pytest
 import runs
 import torch
@@ -98,6 +101,28 @@ def test_every_mode_trains_the_same(folder, references, world):
         failures = failures_of([case], [[records[i]] for records in results], {"adamw": references[mode]})
         assert not failures, (mode, failures[:3])
     print("largest differences", largest(results, cases, references, world))
+
+
+VERIFIED = [{"sp": 1, "shard": "full"}, {"ulysses": 2}, {"ring": 2, "shard": "grads"}]
+
+
+def verified(folder, cases: list[dict]) -> str:
+    with redirect_stdout(io.StringIO()) as said:
+        runs.run_all(folder, cases)
+    return said.getvalue()
+
+
+def test_every_mode_is_verified_before_it_trains(folder):
+    """If this goes, --verify-layout, which the demo's data turn on, refuses a mode: an expert does not take all
+    positions of a batch, frozen weights have no gradient, adapters are zero at first."""
+    cases = [
+        options(folder, mode, steps=1, verify_layout=True, **VERIFIED[m % 3]) | {"lora": ""}
+        for m, mode in enumerate(MODES)
+    ]
+    said = spawn(verified, 2, folder, cases)[0]
+    assert said.count("layout verified against one process in float64") == len(MODES) + 2, said
+    for expert in ("high", "low"):
+        assert said.count(f"in float64, {expert}-noise expert: ") == 2
 
 
 def largest(results, cases, references, world) -> dict[str, dict]:
