@@ -55,6 +55,8 @@ def load(path) -> Trace:
     """The trace of a run's folder, or the trace's own folder."""
     path = Path(path)
     folder = path / "trace" if (path / "trace").is_dir() else path
+    if experts := [path / name for name in ("high", "low") if (path / name / "trace").is_dir()]:
+        raise ValueError(f"{path} is a run of two experts with a trace each: compare {' or '.join(map(str, experts))}")
     if not (folder / "about.json").is_file():
         raise ValueError(f"{path} holds no trace; was the run started with --trace?")
     floor = json.loads((folder / "floor.json").read_text()) if (folder / "floor.json").is_file() else {}

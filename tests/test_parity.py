@@ -299,6 +299,9 @@ def test_page_and_exit_codes(folder, said, capsys):
     assert parity.command(["diff", str(runs_of / "reference"), str(runs_of / "reference")]) == 0
     with pytest.raises(ValueError, match="no trace"):
         parity.command(["diff", str(folder), str(folder)])
+    (folder / "two" / "low" / "trace").mkdir(parents=True)
+    with pytest.raises(ValueError, match="two is a run of two experts with a trace each: compare .*two/low"):
+        parity.command(["diff", str(folder / "two"), str(folder)])
 
 
 if __name__ == "__main__":
