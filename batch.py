@@ -92,6 +92,11 @@ def sigmas_of(drawn: list[stream.Draw], config) -> list[float]:
     return flow.training_sigmas(uniforms, config.shift, config.timestep_sampling, *config.noise_range).tolist()
 
 
+def experts_of(config) -> tuple[str, ...]:
+    """The names of the models that a run trains: one, "" where there are no experts, or both."""
+    return ("high", "low") if config.expert == "both" else (config.expert,)
+
+
 def routed(sigmas: list[float], config) -> dict[str, list[int]]:
     """Which samples of a step each expert trains on, by their sigma; experts without any are left out."""
     if config.expert != "both":

@@ -22,6 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+import batch
 import parallel
 from blame import Verdict, diff
 from memory import Memory
@@ -96,8 +97,11 @@ class RunTrace(Trace):
                 lambda m, args, out, i=i: self.tap(f"blocks.{i}.cross", out, "tokens")
             )
             block.register_forward_hook(lambda m, args, out, i=i: self.tap(f"blocks.{i}.out", out, "tokens"))
-        for name, module in (("text", self.model.text_embedding), ("modulation", self.model.time_projection)):
-            module.register_forward_hook(lambda m, args, out, name=name: self.tap(name, out, "samples", self.one, "sp"))
+        modules = ("text", "samples", self.model.text_embedding), ("modulation", "times", self.model.time_projection)
+        for name, rows, module in modules:
+            module.register_forward_hook(
+                lambda m, args, out, name=name, rows=rows: self.tap(name, out, rows, self.one, "sp")
+            )
         self.model.head.register_forward_hook(lambda m, args, out: self.tap("prediction", out, "tokens"))
 
     def start(self, step: int, packs, numbers: list[int], wrapped, loss_of):
@@ -132,6 +136,8 @@ class RunTrace(Trace):
         here = -(-sum(lengths) // self.layout.sp)
         rows = {str(p): row_ids([p], 0, 1)[0] for p in pack.positions}
         rows["samples"] = torch.cat(list(rows.values()))
+        times = zip(pack.positions, pack.timesteps, strict=True)  # one for a sample, or for each of its frames
+        rows["times"] = torch.cat([row_ids([p], 0, len(t))[0] for p, t in times])
         rows["tokens"] = pack_rows(pack.positions, lengths, self.layout.sp_rank * here, here)
         self.current = pack
         with self.pack(**rows):
@@ -350,7 +356,7 @@ def verify_layout(fit, config, layout, dataset, layers: int = 2):
     one = dataclasses.replace(small, run=names[0], pack_tokens=0, shard="none", recompute="none")
     layout.on_rank_0(lambda: rehearse(fit, one, parallel.Layout(device=layout.device), Cropped(dataset), layers))
     rehearse(fit, dataclasses.replace(small, run=names[1]), layout, Cropped(dataset), layers)
-    for expert in ("high", "low") if config.expert == "both" else (config.expert,):
+    for expert in batch.experts_of(config):
         pair, which = [Path("runs") / name / expert for name in names], f", {expert}-noise expert" if expert else ""
         if not layout.on_rank_0(lambda pair=pair: any([*path.glob("trace/step-*.json")] for path in pair)):
             if layout.rank == 0:
@@ -414,8 +420,7 @@ def check(options: Check) -> int:
         dataset = Cropped(train.encode.load_dataset(base, paths, components, everyone))
     compare = Comparison(train.fit, base, dataset, options.layers, everyone)
     compare.reference()
-    shapes = [dataset.shape(i, v) for i in range(len(dataset)) for v in range(dataset.variants(i))]
-    longest = max(math.prod(shape[1:]) for shape in shapes) // math.prod(CONFIGS[options.model].patch_size)
+    longest = batch.longest(dataset, CONFIGS[options.model])
     stops = (options.resume_after,) if 0 < options.resume_after < options.steps else ()
     for case in cases_of(world, heads, longest):
         compare.layout(case, stops)
@@ -457,15 +462,15 @@ class Comparison:
         name = f"dp{layout.dp}-u{case['ulysses']}-r{case['ring']}-{case['shard']}"
         name += "-packs" * bool(case["pack_tokens"]) + "-recompute" * (case["recompute"] == "block")
         self.rehearse(name, layout, stops, **case)
-        if self.everyone.rank == 0:
-            folder = Path("runs") / self.base.run
-            verdict = diff(folder / "one-process", folder / name)
+        folder = Path("runs") / self.base.run
+        for expert in batch.experts_of(self.base) if self.everyone.rank == 0 else ():
+            verdict = diff(folder / "one-process" / expert, folder / name / expert)
             self.verdicts.append(verdict)
             if verdict.code:
-                print(f"{name:36} {verdict}", flush=True)
+                print(f"{name:36} {expert:4} {verdict}", flush=True)
             else:
                 errors = "  ".join(f"{p} {verdict.worst[p]:.1e}" for p in ("loss", "gradient", "parameter"))
-                print(f"{name:36} equal       {errors}", flush=True)
+                print(f"{name:36} {expert:4} equal       {errors}", flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -170,7 +170,7 @@ def fit(config: Config, layout, dataset, observe=None, look=None, blocks: int = 
     # -- Models, and where they were when the run was stopped.
     run = Path("runs") / config.run
     cost = cost_of(config, run, dataset, layout)
-    parts = {expert: build(config, expert, layout, blocks) for expert in experts_of(config)}
+    parts = {expert: build(config, expert, layout, blocks) for expert in batch.experts_of(config)}
     warm_up(config, parts, layout, dataset)
     about = describe_run(config, layout) | {"cost": cost and dataclasses.asdict(cost)}
     about["content"] = {} if blocks else content(config, dataset, layout)
@@ -274,10 +274,6 @@ def warm_up(config: Config, parts: dict[str, Part], layout, dataset):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # One model
-
-
-def experts_of(config: Config) -> tuple[str, ...]:
-    return ("high", "low") if config.expert == "both" else (config.expert,)
 
 
 def build(config: Config, expert: str, layout, blocks: int) -> Part:
@@ -462,7 +458,7 @@ def check(config: Config) -> dict[str, str]:
 def content(config: Config, dataset, layout) -> dict[str, str]:
     """What a run is made of besides its options: hashes of the data and of the weights it starts from."""
     hashes = {"data": parity.content_of(dataset)}
-    for expert in experts_of(config):
+    for expert in batch.experts_of(config):
         path = sample.expert_checkpoint(config, expert)
         if path != "scratch":
             path = " ".join(layout.on_rank_0(cache.digests, weights.weight_files(Path(path).expanduser())))

@@ -2,6 +2,7 @@
 
 import io
 from contextlib import redirect_stdout
+from unittest.mock import patch
 
 import pytest
 import runs
@@ -12,6 +13,9 @@ from test_layouts import LAYOUTS as GRID
 from test_layouts import SHARDS, TOLERANCE, failures_of
 
 import lora
+import model
+import parallel
+import parity
 from lora_formats import read_lora, write_lora
 from model import WanDiT
 
@@ -40,9 +44,9 @@ def folder(tmp_path_factory):
     runs.prepare(folder)
     runs.write_files(folder / "videos", VIDEOS)
     runs.write_files(folder / "mixed", MIXED)
-    for model in runs.MODELS:
-        runs.write_dit(folder / f"{model}.safetensors", runs.MODELS[model])
-        runs.write_dit(folder / f"{model}-low.safetensors", runs.MODELS[model])
+    for name, wan in runs.MODELS.items():
+        runs.write_dit(folder / f"{name}.safetensors", wan)
+        runs.write_dit(folder / f"{name}-low.safetensors", wan)
     write_adapters(folder / "lora.safetensors")
     return folder
 
@@ -103,26 +107,32 @@ def test_every_mode_trains_the_same(folder, references, world):
     print("largest differences", largest(results, cases, references, world))
 
 
-VERIFIED = [{"sp": 1, "shard": "full"}, {"ulysses": 2}, {"ring": 2, "shard": "grads"}]
-
-
-def verified(folder, cases: list[dict]) -> str:
+def verified(folder, cases: list[dict]) -> tuple[str, dict[str, int]]:
+    """What is said of the cases, and the exit codes of `parity.py check` on one layout."""
+    layout = dict(ulysses=1, ring=1, shard="full", pack_tokens=45, recompute="none")
     with redirect_stdout(io.StringIO()) as said:
         runs.run_all(folder, cases)
-    return said.getvalue()
+    with (
+        redirect_stdout(io.StringIO()),
+        patch.dict(model.CONFIGS, runs.MODELS),
+        patch.object(parallel, "stop"),
+        patch.object(parity, "cases_of", lambda *_: [layout]),
+    ):
+        codes = {name: parity.check(parity.Check(name)) for name in ("demo-t2v-experts", "demo-ti2v")}
+    return said.getvalue(), codes
 
 
 def test_every_mode_is_verified_before_it_trains(folder):
-    """If this goes, --verify-layout, which the demo's data turn on, refuses a mode: an expert does not take all
-    positions of a batch, frozen weights have no gradient, adapters are zero at first."""
-    cases = [
-        options(folder, mode, steps=1, verify_layout=True, **VERIFIED[m % 3]) | {"lora": ""}
-        for m, mode in enumerate(MODES)
-    ]
-    said = spawn(verified, 2, folder, cases)[0]
+    """If this goes, `parity.py check` or --verify-layout, which the demo's data turn on, refuses a mode: an expert does
+    not take all positions of a batch, frozen weights have no gradient, a model is told a time for each frame. Samples
+    are in other packs than on one process: what is not recorded by its sample differs."""
+    how = dict(steps=1, verify_layout=True, pack_tokens=72, lora="")
+    cases = [options(folder, mode, shard=SHARDS[m % 3], **how) for m, mode in enumerate(MODES)]
+    said, codes = spawn(verified, 2, folder, cases)[0]
     assert said.count("layout verified against one process in float64") == len(MODES) + 2, said
     for expert in ("high", "low"):
         assert said.count(f"in float64, {expert}-noise expert: ") == 2
+    assert codes == {"demo-t2v-experts": 0, "demo-ti2v": 0}
 
 
 def largest(results, cases, references, world) -> dict[str, dict]:
