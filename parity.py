@@ -379,10 +379,13 @@ class Check:
     model: str = "demo"  # preset, see CONFIGS in model.py
     layers: int = 2  # blocks that are kept of it
     checkpoint: str = "scratch"  # its weights: a file, a folder, or "scratch"
+    low_checkpoint: str = ""  # of the low-noise expert, where --checkpoint is the high-noise one's
     data: tuple[str, ...] = ()  # folders or manifests; empty: made-up latents of sizes that nothing divides
+    allow_drop: bool = False  # go on without the samples that cannot be used
     vae: str = ""  # for --data: weights of the VAE; empty: the demo's
     text_encoder: str = ""  # for --data: weights of the umT5 encoder; empty: the demo's
     tokenizer: str = ""  # for --data: SentencePiece file; empty: the demo's
+    image_encoder: str = ""  # for --data: weights of the CLIP vision tower; empty: the demo's
     cache: str = "cache"  # folder of encoded latents and text
     precision: Literal["fp64", "fp32", "bf16"] = "fp64"  # the others have a noise floor to be judged by
     steps: int = 4  # optimizer steps, over more than one epoch of the made-up data
