@@ -34,10 +34,10 @@ class EncodeOptions(survey.DataOptions):
     vae_overlap: int = 8  # of tiles, in latents
 
 
-def load_dataset(
+def open_dataset(
     config: EncodeOptions, paths: dict[str, str], components: sample.Components, layout, folder: str = ""
 ) -> cache.LatentDataset:
-    """Look into every file (rank 0, once), then encode what the cache lacks (all ranks, each its part).
+    """Look into every file (rank 0, once); the dataset is to be filled (`fill`) before it gives samples.
 
     config is settled (survey.settled), paths are as from sample.encoder_paths. folder: instead of --data."""
     entries = [folder] if folder else config.data or [str(layout.on_rank_0(demo.write_demo_set, "demo_data"))]
@@ -46,7 +46,7 @@ def load_dataset(
     found = layout.on_rank_0(survey.survey, config, entries)
     text_files = [*weights.weight_files(Path(paths["text_encoder"]).expanduser()), Path(paths["tokenizer"])]
     text_key = " ".join([*layout.on_rank_0(cache.digests, text_files), str(components.text_dtype)])
-    dataset = cache.LatentDataset(
+    return cache.LatentDataset(
         found.items,
         survey.clip_spec(config),
         (found.probes, found.digests),
@@ -58,8 +58,11 @@ def load_dataset(
         components.image_encoder,
         found.mixture,
     )
+
+
+def fill(dataset: cache.LatentDataset, layout):
+    """Encode what the cache lacks, all ranks, each its part."""
     dataset.fill(layout.rank, layout.world, layout.barrier, layout.on_rank_0)
-    return dataset
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class CacheOptions(EncodeOptions):
 
 
 def fill_cache(config: CacheOptions) -> int:
-    """The command `cache`: what `load_dataset` encodes, and no more. All ranks call; returns the exit code."""
+    """The command `cache`: what `fill` encodes, and no more. All ranks call; returns the exit code."""
     if config.cache == "off":
         raise ValueError("--cache off keeps nothing: name the folder to fill")
     config = replace(config, **survey.settled(config))
@@ -76,6 +79,6 @@ def fill_cache(config: CacheOptions) -> int:
     paths = sample.encoder_paths(config)
     layout = parallel.start()
     components = sample.load_components(config, paths, layout, Memory(device=layout.device))
-    load_dataset(config, paths, components, layout)
+    fill(open_dataset(config, paths, components, layout), layout)
     parallel.stop()
     return 0

@@ -420,7 +420,9 @@ def check(options: Check) -> int:
     if options.data:
         paths = train.check(base)
         components = train.sample.load_components(base, paths, everyone, Memory(device=everyone.device))
-        dataset = Cropped(train.encode.load_dataset(base, paths, components, everyone))
+        whole = train.encode.open_dataset(base, paths, components, everyone)
+        train.encode.fill(whole, everyone)
+        dataset = Cropped(whole)
     compare = Comparison(train.fit, base, dataset, options.layers, everyone)
     compare.reference()
     longest = batch.longest(dataset, CONFIGS[options.model])

@@ -128,15 +128,16 @@ def main(config: Config, observe=None) -> dict[str, "Part"]:
     layout.check_shared(Path("runs"), "runs/")
     layout.on_rank_0(resume.claim, Path("runs") / config.run)
 
-    # -- Data: files become latents and text states, each encoded once per job.
+    # -- Data: every file is looked into before any is encoded; then they become latents and text states, once per job.
     components = sample.load_components(config, paths, layout, Memory(device=layout.device))
-    dataset = encode.load_dataset(config, paths, components, layout)
-    held_out = None
-    if config.validation:
-        held_out = encode.load_dataset(config, paths, components, layout, config.validation)
+    dataset = encode.open_dataset(config, paths, components, layout)
+    held_out = encode.open_dataset(config, paths, components, layout, config.validation) if config.validation else None
+    datasets = [dataset, held_out] if held_out else [dataset]
+    for x in datasets:
+        stream.check_fits(batch.longest(x, CONFIGS[config.model]), config.pack_tokens, layout.sp)
+    for x in datasets:
+        encode.fill(x, layout)
     components.release_text_encoder()
-    for data in (dataset, held_out) if held_out else (dataset,):
-        stream.check_fits(batch.longest(data, CONFIGS[config.model]), config.pack_tokens, layout.sp)
 
     # -- Training, if this layout computes what one process does.
     if config.verify_layout or (config.verify_layout is None and not config.data):

@@ -94,7 +94,7 @@ def config(folder: Path, **changes) -> train.Config:
 
 
 LOADED: dict = {}  # datasets, by what they are made of
-LOAD_COMPONENTS, LOAD_DATASET = sample.load_components, encode.load_dataset
+LOAD_COMPONENTS, OPEN_DATASET = sample.load_components, encode.open_dataset
 
 
 class Killed(Exception):
@@ -161,7 +161,7 @@ def run_all(folder: Path, cases: list[dict]) -> list[dict]:
     with (
         patch.object(watch, "first_batch", lambda *_: None),
         patch.object(sample, "load_components", lambda *_: SimpleNamespace(release_text_encoder=int, decode=None)),
-        patch.object(encode, "load_dataset", load_once),
+        patch.object(encode, "open_dataset", load_once),
     ):
         records = []
         for case in cases:
@@ -175,7 +175,7 @@ def load_once(config, paths, components, layout, folder=""):
     key = config.model, config.data, config.max_area, config.frames, config.cache
     if key not in LOADED:
         components = LOAD_COMPONENTS(config, paths, layout, WHOLE)
-        LOADED[key] = LOAD_DATASET(config, paths, components, layout)
+        LOADED[key] = OPEN_DATASET(config, paths, components, layout)
     return LOADED[key]
 
 

@@ -206,7 +206,13 @@ def test_what_fits_no_pack_is_found_at_the_start(folder):
     with pytest.raises(
         ValueError, match="a sample of 75 tokens does not fit --pack-tokens 74; use --pack-tokens 75 or"
     ):
-        runs.run(folder, run="unfit", pack_tokens=74, validation=str(folder / "long"))
+        runs.run(folder, run="unfit", pack_tokens=74, validation=str(folder / "long"), cache=str(folder / "fresh"))
+    (folder / "broken").mkdir()
+    (folder / "broken" / "x.mp4").write_bytes(b"no video")
+    (folder / "broken" / "x.txt").write_text("nothing")
+    with pytest.raises(ValueError, match="none of its samples can be used:\n  .*x.mp4"):
+        runs.run(folder, run="unfit", validation=str(folder / "broken"), cache=str(folder / "fresh"))
+    assert not [*(folder / "fresh").glob("*/*.safetensors")]  # before anything was encoded
     with pytest.raises(
         ValueError, match=r"75 tokens, which 2 ranks share, .* --pack-tokens 37; use --pack-tokens 38 or"
     ):
