@@ -3,6 +3,7 @@
     runs/NAME/config.json                        every option, the layout, versions
     runs/NAME/metrics.jsonl                      a line for each step
     runs/NAME/latest                             the name of the newest complete checkpoint
+    runs/NAME/.lock                              held by the job that trains here
     runs/NAME/step-000100/state/                 weights, optimizer and average, sharded
     runs/NAME/step-000100/model.safetensors      weights in official names, in the master dtype
     runs/NAME/step-000100/ema.safetensors        their moving average, with --ema
