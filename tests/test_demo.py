@@ -18,6 +18,7 @@ from vae import VAE_CONFIGS, WanVAE
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 import demo_score  # noqa: E402
 import make_demo_assets  # noqa: E402
+import overfit  # noqa: E402
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 
@@ -188,6 +189,13 @@ def test_any_ascii_prompt_tokenizes():
     assert model.encode("A RED Circle") == model.encode("a red circle")
     scenes = demo.HELD_OUT_SCENES + demo.TRAINING_SCENES
     assert max(len(model.encode(scene.caption(i))) for scene in scenes for i in range(5)) < 32
+
+
+def test_overfitting_runs(tmp_path, monkeypatch):
+    """If it goes, tools/overfit.py, which shows that each mode learns, fell behind the trainer that it calls."""
+    monkeypatch.chdir(tmp_path)  # it changes the folder, and monkeypatch changes back
+    found = overfit.overfit("demo-i2v", tmp_path, steps=2, lr=1e-3, sheet=None)
+    assert found.keys() == {"video", "first frame"} and all(0 < value < 40 for value in found.values())
 
 
 def test_the_shipped_weights_are_small():

@@ -55,7 +55,8 @@ def overfit(model: str, folder: Path, steps: int, lr: float, sheet: Path | None)
     layout, preset = parallel.Layout(), PRESETS[model]
     paths = train.check(config)
     components = sample.load_components(config, paths, layout, Memory())
-    dataset = train.encode.load_dataset(config, paths, components, layout)
+    dataset = train.encode.open_dataset(config, paths, components, layout)
+    train.encode.fill(dataset, layout)
     parts = train.fit(config, layout, dataset)
     for part in parts.values():
         for name, parameter in part.model.named_parameters():
