@@ -19,7 +19,6 @@ What is being written has a name that ends in .partial until it is whole and was
 own. So whatever else is there is whole, and the next start removes what a killed run left behind.
 """
 
-import fcntl
 import json
 import re
 import shutil
@@ -409,13 +408,15 @@ def claim(run: Path):
         CLAIMED.pop(run).close()
     CLAIMED[run] = file = open(run / ".lock", "a")
     try:
+        import fcntl  # not on Windows
+
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         raise ValueError(
             f"{run} is in the hands of a job that still runs: stop that one, or choose another --run (--name under "
             "torchrun)"
         ) from None
-    except OSError as error:  # a file system without locks
+    except (OSError, ImportError) as error:  # a system, or a file system, without locks
         tqdm.write(f"{run} cannot be locked ({reason(error)}): see to it that no other job trains into it", sys.stderr)
 
 

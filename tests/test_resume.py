@@ -255,17 +255,6 @@ class KilledAfter:
         return lambda step, loss, parts: die() if step == self.step else None
 
 
-def test_two_jobs_on_one_run(prepared):
-    """If this goes, a job that was started twice writes over its own checkpoints and metrics."""
-    run = prepared / "runs" / "claimed"
-    resume.claim(run)
-    job = Job(prepared, 2, run=run.name, steps=1)
-    assert all(job.wait()) and job.said().count("runs/claimed is in the hands of a job that still runs: stop") == 1
-    resume.CLAIMED.pop(run).close()
-    job = Job(prepared, 2, run=run.name, steps=1)
-    assert job.wait() == [0, 0], job.said()
-
-
 CHAIN = [  # world, options, killed in this step
     (2, dict(sp=1), 3),
     (2, dict(sp=2, shard="full"), 5),
@@ -287,6 +276,17 @@ def test_a_chain_of_layouts(prepared, unbroken):
     for name in ("model.safetensors", "ema.safetensors"):
         one, other = (load_file(folder / f"step-{STEPS:06d}" / name) for folder in (run, reference))
         assert max(runs.distance(one[key], other[key]) for key in other) < 1e-9
+
+
+def test_two_jobs_on_one_run(prepared):
+    """If this goes, a job that was started twice writes over its own checkpoints and metrics."""
+    run = prepared / "runs" / "claimed"
+    resume.claim(run)
+    job = Job(prepared, 2, run=run.name, steps=1)
+    assert all(job.wait()) and job.said().count("runs/claimed is in the hands of a job that still runs: stop") == 1
+    resume.CLAIMED.pop(run).close()
+    job = Job(prepared, 2, run=run.name, steps=1)
+    assert job.wait() == [0, 0], job.said()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
